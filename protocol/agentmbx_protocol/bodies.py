@@ -37,14 +37,14 @@ def split_frames(body: bytes, count_max: int) -> list[bytes]:
     frames: list[bytes] = []
     at = 0
     while at < len(body):
-        if len(frames) == count_max:
-            raise TooLarge("There are more frames in the request than belong there.")
         end, length = at + _LENGTH.size, 0
         if end <= len(body):
             (length,) = _LENGTH.unpack_from(body, at)
         at = end + length
         if not length or at > len(body):
             raise Malformed("The lengths of the frames do not fit the request.")
+        if len(frames) == count_max:
+            raise TooLarge("There are more frames in the request than belong there.")
         frames.append(body[end:at])
     return frames
 

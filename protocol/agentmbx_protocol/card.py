@@ -10,12 +10,15 @@ from typing import Annotated, Final
 import msgspec
 
 from agentmbx_protocol import frame, keys, limits
-from agentmbx_protocol.errors import Malformed
+from agentmbx_protocol.errors import Malformed, UnsupportedVersion
 from agentmbx_protocol.keys import SigningKey
 from agentmbx_protocol.messagepack import pack, unpack
 
 _SEQUENCE: Final = struct.Struct(">Q")
-_URL: Final = re.compile(r"https?://(\[[0-9a-f:.]+\]|[a-z0-9.-]+)(:[0-9]{1,5})?(/[!-~]*)?")
+_URL: Final = re.compile(
+    r"https?://(?:[a-z0-9.-]+|\[([0-9A-Fa-f:.]+)\])(?::([1-9][0-9]{0,4}))?(?:/[!-~]*)?"
+)
+_PORT_MAX: Final = 65535
 _HIDDEN: Final = frozenset(("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"))
 
 _Key = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
@@ -77,6 +80,12 @@ def make_card(identity: SigningKey, card: Card) -> bytes:
 
 def parse_card(data: bytes) -> Card:
     """The card that `data` is, its signature and all keys checked; raises a `Refusal`."""
+    parsed, card = _parse_card_form(data)
+    parsed.verify()
+    return _check_keys(card)
+
+
+def _parse_card_form(data: bytes) -> tuple[frame.Frame, Card]:
     parsed = frame.parse(data, frame.Kind.CARD)
     sequence = _parse_sequence(parsed)
     tail = unpack(parsed.tail, _tail_decoder)
@@ -84,15 +93,8 @@ def parse_card(data: bytes) -> Card:
     for address in tail.addresses:
         _check_address(address)
     for route in tail.routes:
-        if len(route.url) > limits.URL_BYTES_MAX or not _URL.fullmatch(route.url):
-            raise Malformed("A route's URL is http or https with a host, and nothing secret.")
-    parsed.verify()
-    keys.check_signing_public(parsed.signer)
-    keys.check_sealing_public(tail.sealing)
-    for route in tail.routes:
-        keys.check_signing_public(route.relay)
-        keys.check_signing_public(route.queue)
-    return Card(
+        _check_url(route.url)
+    card = Card(
         identity=parsed.signer,
         sequence=sequence,
         name=tail.name,
@@ -100,6 +102,16 @@ def parse_card(data: bytes) -> Card:
         addresses=tuple(tail.addresses),
         routes=tuple(tail.routes),
     )
+    return parsed, card
+
+
+def _check_keys(card: Card) -> Card:
+    keys.check_signing_public(card.identity)
+    keys.check_sealing_public(card.sealing)
+    for route in card.routes:
+        keys.check_signing_public(route.relay)
+        keys.check_signing_public(route.queue)
+    return card
 
 
 def make_rotation(old_identity: SigningKey, new_card: bytes) -> bytes:
@@ -112,11 +124,15 @@ def parse_rotation(data: bytes) -> Rotation:
     """The rotation that `data` is, both signatures checked; raises a `Refusal`."""
     parsed = frame.parse(data, frame.Kind.ROTATION)
     sequence = _parse_sequence(parsed)
-    parsed.verify()
-    card = parse_card(parsed.tail)
+    try:
+        inner, card = _parse_card_form(parsed.tail)
+    except UnsupportedVersion as error:
+        raise Malformed("A rotation holds a card of its own version.") from error
     if card.sequence != sequence or card.identity == parsed.signer:
         raise Malformed("A rotation names the card of another identity, with its sequence.")
-    return Rotation(parsed.signer, sequence, card)
+    parsed.verify()
+    inner.verify()
+    return Rotation(parsed.signer, sequence, _check_keys(card))
 
 
 def follow_rotations(identity: bytes, rotations: Sequence[bytes]) -> bytes:
@@ -165,11 +181,24 @@ def _check_address(address: str) -> None:
     host, _, port = address.rpartition(":")
     try:
         ip = ipaddress.ip_address(host.removeprefix("[").removesuffix("]"))
-        shown_host = f"[{ip}]" if isinstance(ip, ipaddress.IPv6Address) else str(ip)
-        canonical = f"{shown_host}:{int(port)}"
-        valid = address == canonical and 0 < int(port) < 2**16
+        six = ip if isinstance(ip, ipaddress.IPv6Address) else None
+        canonical = f"[{ip}]:{int(port)}" if six else f"{ip}:{int(port)}"
+        # A zone means something on one machine alone, and what stands in it may be any text. An
+        # IPv4 address in IPv6 form would pass by the checks below, and has no one text form.
+        valid = address == canonical and 0 < int(port) <= _PORT_MAX and "%" not in address
+        valid = valid and (six is None or six.ipv4_mapped is None)
+        valid = valid and not (ip.is_link_local or ip.is_multicast or ip.is_unspecified)
     except ValueError:
         valid = False
-        ip = None
-    if not valid or ip is None or ip.is_link_local or ip.is_multicast or ip.is_unspecified:
+    if not valid:
         raise Malformed("An address is an IP literal and a port, and not a link-local one.")
+
+
+def _check_url(url: str) -> None:
+    match = _URL.fullmatch(url)
+    if match is None or len(url) > limits.URL_BYTES_MAX or int(match[2] or 1) > _PORT_MAX:
+        raise Malformed("A route's URL is http or https with a host, and nothing secret.")
+    try:
+        ipaddress.IPv6Address(match[1] or "::")
+    except ValueError as error:
+        raise Malformed("A route's URL has no valid host.") from error

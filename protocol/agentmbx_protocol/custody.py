@@ -6,7 +6,7 @@ from typing import Final
 
 import msgspec
 
-from agentmbx_protocol import frame
+from agentmbx_protocol import frame, limits
 from agentmbx_protocol.envelope import Envelope
 from agentmbx_protocol.errors import ProtocolError
 from agentmbx_protocol.keys import SigningKey
@@ -83,7 +83,8 @@ def believe_held(data: bytes, relay: bytes, sent: Sequence[Envelope]) -> dict[by
 
     `relay` is the pinned relay key, `sent` the envelopes of the request, all for one queue.
     Raises `NotBelieved` unless the signature, the relay, the queue and every digest and length
-    are right, and each envelope is held for at least the ttl that it asks for.
+    are right, and each envelope is held for at least the ttl that it asks for, to a time that a
+    store can keep (below 2^63).
     """
     try:
         held = parse_held(data)
@@ -99,6 +100,8 @@ def believe_held(data: bytes, relay: bytes, sent: Sequence[Envelope]) -> dict[by
             raise NotBelieved("the statement is about other bytes than were sent")
         if fact.until_ms - fact.accepted_ms < parcel.ttl_s * 1000:
             raise NotBelieved("the relay holds for less time than was asked")
+        if fact.until_ms > limits.TIME_MS_MAX:
+            raise NotBelieved("the relay names a time that no clock reaches")
         believed[fact.digest] = fact
     return believed
 

@@ -53,7 +53,10 @@ def parse_envelope(data: bytes) -> Envelope:
     if not limits.TTL_S_MIN <= ttl_s <= limits.TTL_S_MAX:
         raise Malformed("The ttl of an envelope is 1 second to 7 days.")
     plain_length = len(data) - _AROUND - limits.SEAL_OVERHEAD_BYTES
-    if padding.padded_length(plain_length) != plain_length:
+    if (
+        plain_length > limits.PADDED_BYTES_MAX
+        or padding.padded_length(plain_length) != plain_length
+    ):
         raise Malformed("The sealed bytes are not of a padded length.")
     return Envelope(parsed, queue, ttl_s)
 

@@ -45,11 +45,16 @@ class SigningKey:
 
 
 class SealingKey:
-    """The secret half of an X25519 key (RFC 7748): opens what was sealed to its public half."""
+    """The secret half of an X25519 key (RFC 7748): opens what was sealed to its public half.
+
+    Raises `ValueError` when the secret is not 32 bytes.
+    """
 
     __slots__ = ("_secret", "public")
 
     def __init__(self, secret: bytes) -> None:
+        if len(secret) != limits.KEY_BYTES:  # the binding would read past the end of a shorter one
+            raise ValueError("the secret of a sealing key is 32 bytes")
         self._secret = secret
         self.public = bindings.crypto_scalarmult_base(secret)
 
@@ -83,6 +88,8 @@ def seal(plaintext: bytes, sealing_public: bytes) -> bytes:
 
 def verify(signer: bytes, message: bytes, signature: bytes) -> None:
     """Raise `BadSignature` unless libsodium accepts `signature` of `message` by `signer`."""
+    if len(signer) != limits.KEY_BYTES or len(signature) != limits.SIGNATURE_BYTES:
+        raise BadSignature
     try:
         bindings.crypto_sign_open(signature + message, signer)
     except nacl_exceptions.CryptoError as error:

@@ -16,7 +16,6 @@ _DIGEST_LABEL: Final = b"agentmbx/1 letter\0"
 _LENGTH: Final = struct.Struct(">I")
 
 _KeyBytes = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
-_Frame = Annotated[bytes, msgspec.Meta(min_length=1, max_length=limits.CARD_BYTES_MAX)]
 
 
 class Letter(
@@ -36,12 +35,14 @@ class Letter(
     content: bytes
 
 
-class _Inside(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+class Inside(msgspec.Struct, frozen=True, array_like=True, forbid_unknown_fields=True):
+    """What a plaintext holds (SPEC section 5.2); its letter and its frames are not yet checked."""
+
     sender: _KeyBytes
     receiver: _KeyBytes
     letter: Annotated[bytes, msgspec.Meta(min_length=1, max_length=limits.LETTER_BYTES_MAX)]
-    card: Annotated[bytes, msgspec.Meta(max_length=limits.CARD_BYTES_MAX)]
-    rotations: Annotated[list[_Frame], msgspec.Meta(max_length=limits.ROTATION_CHAIN_MAX)]
+    card: bytes
+    rotations: Annotated[list[bytes], msgspec.Meta(max_length=limits.ROTATION_CHAIN_MAX)]
 
 
 class Opened(msgspec.Struct, frozen=True):
@@ -63,7 +64,7 @@ class Opened(msgspec.Struct, frozen=True):
 
 
 _letter_decoder = msgspec.msgpack.Decoder(Letter)
-_inside_decoder = msgspec.msgpack.Decoder(_Inside)
+_inside_decoder = msgspec.msgpack.Decoder(Inside)
 
 
 def letter_digest(letter_bytes: bytes) -> bytes:
@@ -82,6 +83,8 @@ def encode_letter(letter: Letter) -> bytes:
 
 def decode_letter(data: bytes) -> Letter:
     """The letter that `data` is, strictly typed and in its one form; raises `Malformed`."""
+    if len(data) > limits.LETTER_BYTES_MAX:
+        raise Malformed("The letter is larger than 320 KiB.")
     letter = unpack(data, _letter_decoder)
     if (letter.number == 0) != (letter.content_type == STATE):
         raise Malformed("A letter has number 0 if and only if its type is state.")
@@ -102,8 +105,17 @@ def seal_letter(
     `sender` and `receiver` are the pair keys that the two machines use with each other. Raises
     `TooLarge`.
     """
-    packed = pack(_Inside(sender, receiver, letter_bytes, card, list(rotations)))
+    packed = pack(Inside(sender, receiver, letter_bytes, card, list(rotations)))
     return seal(padding.pad(_LENGTH.pack(len(packed)) + packed), sealing_public)
+
+
+def parse_plaintext(padded: bytes) -> Inside:
+    """What an opened plaintext holds; raises `Malformed`, or `TooLarge` for its padded length."""
+    if len(padded) < _LENGTH.size:
+        raise Malformed("The plaintext is cut short.")
+    length = _LENGTH.unpack_from(padded)[0] + _LENGTH.size
+    padding.check_padding(padded, length)
+    return unpack(padded[_LENGTH.size : length], _inside_decoder)
 
 
 def open_letter(parcel: envelope.Envelope, sealing_key: SealingKey, *, receiver: bytes) -> Opened:
@@ -115,11 +127,9 @@ def open_letter(parcel: envelope.Envelope, sealing_key: SealingKey, *, receiver:
     """
     padded = sealing_key.open(parcel.sealed)
     try:
-        length = _LENGTH.unpack_from(padded)[0] + _LENGTH.size
-        padding.check_padding(padded, length)
-        inside = unpack(padded[_LENGTH.size : length], _inside_decoder)
+        inside = parse_plaintext(padded)
         letter = decode_letter(inside.letter)
-    except (ProtocolError, struct.error) as error:
+    except ProtocolError as error:
         raise CannotOpen from error
     if inside.sender != parcel.signer or inside.receiver != receiver:
         raise CannotOpen

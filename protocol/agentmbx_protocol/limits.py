@@ -48,6 +48,7 @@ ROUTES_MAX: Final = 4
 URL_BYTES_MAX: Final = 512
 CARD_TAIL_BYTES_MAX: Final = 4096
 CARD_BYTES_MAX: Final = FRAME_OVERHEAD_BYTES + 8 + CARD_TAIL_BYTES_MAX
+ROTATION_BYTES_MAX: Final = FRAME_OVERHEAD_BYTES + 8 + CARD_BYTES_MAX
 ROTATION_CHAIN_MAX: Final = 16
 CONTENT_TYPE_BYTES_MAX: Final = 64
 
@@ -61,7 +62,8 @@ if not (
     and min(DEPOSIT_BYTES_MAX, COLLECT_BYTES_MAX) >= FRAME_BYTES_MAX + 4
     # The largest letter with a card and a whole rotation chain fits the largest plaintext.
     and BODY_BYTES_MAX + 32 * 1024 <= LETTER_BYTES_MAX
-    and LETTER_BYTES_MAX + (1 + 2 * ROTATION_CHAIN_MAX) * CARD_BYTES_MAX <= PADDED_BYTES_MAX
+    and LETTER_BYTES_MAX + CARD_BYTES_MAX + ROTATION_CHAIN_MAX * ROTATION_BYTES_MAX + 1024
+    <= PADDED_BYTES_MAX
     # What a sender asks for is what a relay must take.
     and LETTER_LIFETIME_S_MAX + LETTER_TTL_EXTRA_S <= TTL_S_MAX
 ):

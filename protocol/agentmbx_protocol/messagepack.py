@@ -14,12 +14,14 @@ _encoder = msgspec.msgpack.Encoder()
 def pack(value: object) -> bytes:
     """The one encoding of `value` (SPEC section 3.3); strings must be valid Unicode.
 
-    Raises `Malformed` for a string with a lone surrogate.
+    Raises `Malformed` for a string with a lone surrogate or an integer beyond 64 bits.
     """
     try:
         return _encoder.encode(value)
     except UnicodeEncodeError as error:
         raise Malformed("A text holds something that is not a Unicode character.") from error
+    except OverflowError as error:
+        raise Malformed("A number is larger than this protocol writes.") from error
 
 
 def unpack(data: bytes, decoder: msgspec.msgpack.Decoder[T]) -> T:

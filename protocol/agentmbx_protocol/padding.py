@@ -26,6 +26,11 @@ def pad(plaintext: bytes) -> bytes:
 
 
 def check_padding(padded: bytes, length: int) -> None:
-    """Raise `Malformed` unless `padded` is exactly `length` bytes with their padding."""
-    if padded_length(length) != len(padded) or any(padded[length:]):
+    """Raise unless `padded` is exactly `length` bytes with their padding.
+
+    `TooLarge` when `padded` is longer than any envelope holds, else `Malformed`.
+    """
+    if len(padded) > limits.PADDED_BYTES_MAX:
+        raise TooLarge("The plaintext is larger than one envelope holds.")
+    if length > len(padded) or padded_length(length) != len(padded) or any(padded[length:]):
         raise Malformed("The padding is not as this protocol makes it.")

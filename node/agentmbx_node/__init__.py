@@ -1,0 +1,1 @@
+"""The AgentMBX node: one daemon for each machine, and the `agentmbx` command."""

@@ -1,0 +1,15 @@
+"""The `agentmbx` command: finds its groups by entry points and imports them when they are used."""
+
+import sys
+
+
+def main() -> None:
+    """Run the command line; ends the process with the exit code of interfaces in docs/cli.md."""
+    if sys.argv[1:] == ["--version"]:
+        from importlib import metadata  # noqa: PLC0415 - start-up time is a feature
+
+        sys.stdout.write(f"agentmbx {metadata.version('agentmbx')}\n")
+        return
+    from agentmbx_node.cli import command_line  # noqa: PLC0415 - click is not free
+
+    sys.exit(command_line.run(sys.argv[1:]))

@@ -1,0 +1,1 @@
+"""The AgentMBX relay: holds sealed envelopes for queues, and signs that it holds them."""

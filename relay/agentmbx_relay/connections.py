@@ -1,0 +1,146 @@
+"""The relay's side of TCP connections: how many there may be, and how slow a peer may be.
+
+aiohttp parses HTTP; this keeps an absolute deadline for each phase of each connection, so that
+a peer that sends or reads a byte at a time is cut off whatever it does.
+"""
+
+import asyncio
+from collections.abc import Awaitable, Callable
+from typing import Any, Final, cast
+
+import msgspec
+import structlog
+from aiohttp import web
+
+from agentmbx_protocol import bodies
+from agentmbx_protocol.errors import Malformed, Unavailable
+
+SCAN_S: Final = 1.0
+HEAD_BYTES_MAX: Final = 8190
+HEAD_LINES_MAX: Final = 64
+NEVER: Final = float("inf")
+
+log = structlog.get_logger("agentmbx.relay")
+
+
+class Deadlines(msgspec.Struct, frozen=True):
+    """Seconds that a phase of a connection may take at most."""
+
+    head_s: float
+    body_s: float
+    write_s: float
+    idle_s: float
+
+
+class Connection(web.RequestHandler):
+    """One connection; `deadline` is when it is cut off unless its phase has ended by then."""
+
+    __slots__ = ("_deadlines", "_loop_time", "_resting", "deadline")
+
+    def __init__(self, server: "ConnectionServer", **kwargs: Any) -> None:  # noqa: ANN401 - they are aiohttp's
+        super().__init__(server, **kwargs)
+        self._deadlines = server.deadlines
+        self._loop_time = asyncio.get_running_loop().time
+        self._resting = True
+        self.deadline = self._loop_time() + self._deadlines.head_s
+
+    def data_received(self, data: bytes) -> None:
+        """Start the deadline of the head with its first byte."""
+        if self._resting:
+            self._resting = False
+            self.deadline = self._loop_time() + self._deadlines.head_s
+        super().data_received(data)
+
+    def reading_body(self) -> None:
+        """Say that the head is here and the body comes next."""
+        self.deadline = self._loop_time() + self._deadlines.body_s
+
+    def working(self) -> None:
+        """Say that the request is here, and how long its answer takes is ours to decide."""
+        self.deadline = NEVER
+
+    async def finish_response(
+        self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
+    ) -> tuple[web.StreamResponse, bool]:
+        """Write the answer within its deadline, then rest until the next request."""
+        self.deadline = self._loop_time() + self._deadlines.write_s
+        result = await super().finish_response(request, resp, start_time)
+        self._resting = True
+        self.deadline = self._loop_time() + self._deadlines.idle_s
+        return result
+
+    def handle_error(
+        self,
+        request: web.BaseRequest,
+        status: int = 500,
+        exc: BaseException | None = None,
+        message: str | None = None,
+    ) -> web.StreamResponse:
+        """Answer what is no HTTP with a problem that repeats nothing of it."""
+        del request, message
+        log.info("bad_http", error=type(exc).__name__)
+        refusal = Malformed("This is not HTTP as the relay speaks it.")
+        if status >= 500:  # noqa: PLR2004 - the HTTP class of server errors
+            refusal = Unavailable()  # type: ignore[assignment]
+        response = problem_response(bodies.problem(refusal), status)
+        response.force_close()
+        return response
+
+
+class ConnectionServer(web.Server):
+    """Makes a `Connection` for each peer, and cuts off those beyond a bound or a deadline."""
+
+    def __init__(
+        self,
+        handler: Callable[[web.BaseRequest], Awaitable[web.StreamResponse]],
+        *,
+        deadlines: Deadlines,
+        connections_max: int,
+    ) -> None:
+        super().__init__(handler)
+        self.deadlines = deadlines
+        self._connections_max = connections_max
+        self.refused_count = 0
+
+    def __call__(self) -> Connection:
+        """The protocol of a new connection."""
+        return Connection(
+            self,
+            loop=asyncio.get_running_loop(),
+            access_log=None,
+            auto_decompress=False,
+            keepalive_timeout=self.deadlines.idle_s,
+            lingering_time=2.0,
+            max_line_size=HEAD_BYTES_MAX,
+            max_field_size=HEAD_BYTES_MAX,
+            max_headers=HEAD_LINES_MAX,
+        )
+
+    def connection_made(self, handler: web.RequestHandler, transport: asyncio.Transport) -> None:
+        """Take the connection, or cut it off when there are too many."""
+        super().connection_made(handler, transport)
+        if len(self.connections) > self._connections_max:
+            self.refused_count += 1
+            log.warning("too_many_connections", connections_max=self._connections_max)
+            transport.abort()
+
+    async def cut_off_slow(self) -> None:
+        """Look at every connection once a second, until cancelled."""
+        loop = asyncio.get_running_loop()
+        while True:
+            await asyncio.sleep(SCAN_S)
+            now = loop.time()
+            for connection in self.connections:
+                if cast("Connection", connection).deadline < now and connection.transport:
+                    log.info("slow_connection_cut_off")
+                    connection.transport.abort()
+
+
+def problem_response(body: bytes, status: int) -> web.Response:
+    """A problem as an answer, without a word about the software or this machine."""
+    return web.Response(
+        body=body,
+        status=status,
+        content_type=bodies.PROBLEM_MEDIA_TYPE,
+        headers={"Server": "agentmbx"},
+    )

@@ -1,0 +1,14 @@
+"""A failure of a command, told to a person or as JSON by the `agentmbx` command."""
+
+
+class Failure(Exception):
+    """What happened, what to do next, a stable code, and the exit code.
+
+    1 failed, 2 usage, 3 refused, 4 unreachable.
+    """
+
+    def __init__(self, code: str, message: str, next_step: str, exit_code: int) -> None:
+        super().__init__(message)
+        self.code = code
+        self.next_step = next_step
+        self.exit_code = exit_code

@@ -1,0 +1,23 @@
+"""Whether the relay is alive and ready, and which part is not."""
+
+from collections.abc import Callable, Mapping
+
+
+class Health:
+    """Named checks, each true while its part works; `/readyz` is green when all are."""
+
+    def __init__(self) -> None:
+        self._parts: dict[str, Callable[[], bool]] = {}
+
+    def watch(self, part: str, works: Callable[[], bool]) -> None:
+        """Ask `works` about `part` whenever readiness is asked for."""
+        self._parts[part] = works
+
+    def parts(self) -> Mapping[str, bool]:
+        """Each part and whether it works now."""
+        return {part: works() for part, works in self._parts.items()}
+
+    @property
+    def ready(self) -> bool:
+        """Whether all parts work."""
+        return all(self.parts().values())

@@ -1,0 +1,78 @@
+"""Builds the parts of a running relay and hands each what it needs; `main` runs them."""
+
+from functools import partial
+
+import msgspec
+from aiohttp import web
+
+from agentmbx_protocol.keys import SigningKey
+from agentmbx_relay.clock import RelayClock, wall_ms
+from agentmbx_relay.connections import ConnectionServer, Deadlines
+from agentmbx_relay.group_commit import GroupCommit
+from agentmbx_relay.health import Health
+from agentmbx_relay.http import Front, metrics_page
+from agentmbx_relay.maintenance import Maintenance, Worker
+from agentmbx_relay.metrics import Metrics
+from agentmbx_relay.quota import Quota
+from agentmbx_relay.relay import Policy, Relay
+from agentmbx_relay.settings import Settings
+from agentmbx_relay.store import Store, Transaction
+from agentmbx_relay.verifier import Verifier
+
+
+class Parts(msgspec.Struct, frozen=True):
+    """What `main` needs of a built relay."""
+
+    relay: Relay
+    commits: GroupCommit
+    server: ConnectionServer
+    metrics_server: web.Server
+    workers: list[Worker]
+
+    async def save_url(self, url: str) -> None:
+        """Record the public URL for invites; the first commit shows that the store takes one."""
+
+        def work(transaction: Transaction) -> None:
+            transaction.save_url(url)
+
+        await self.commits.submit(work)
+
+
+def build(
+    key: SigningKey, store: Store, settings: Settings, *, version: str, connections_max: int
+) -> Parts:
+    """The parts of a relay on an opened store, wired together; nothing runs yet."""
+    metrics = Metrics(version)
+    saved_ms, saved_wall_ms = store.saved_clock()
+    clock = RelayClock(saved_ms, saved_wall_ms, now_wall_ms=wall_ms())
+    commits = GroupCommit(store, metrics)
+    verifier = Verifier()
+    quota = Quota(settings.queue_bytes_max, settings.relay_bytes_max, settings.disk_reserve)
+    policy = Policy(settings.name, settings.open, settings.queues_max, quota)
+    relay = Relay(key, store, commits, verifier, clock=clock, policy=policy, metrics=metrics)
+    maintenance = Maintenance(store, commits, clock, metrics)
+    health = Health()
+    server = ConnectionServer(
+        Front(relay, health, metrics).handle,
+        deadlines=Deadlines(
+            settings.head_timeout,
+            settings.body_timeout,
+            settings.write_timeout,
+            settings.idle_timeout,
+        ),
+        connections_max=connections_max,
+    )
+    workers = [
+        Worker("commits", commits.run),
+        Worker("verifier", verifier.run),
+        Worker("maintenance", maintenance.run),
+        Worker("connections", server.cut_off_slow),
+    ]
+    health.watch("workers", lambda: not any(worker.failing for worker in workers))
+    health.watch("commit", lambda: not commits.failing)
+    health.watch("maintenance", lambda: not maintenance.failing)
+    health.watch("disk", lambda: store.totals()["free_bytes"] >= settings.disk_reserve)
+    health.watch("serving", lambda: not relay.draining)
+    metrics.watch(ready=lambda: health.ready, polls=lambda: relay.poll_count)
+    page = web.Server(partial(metrics_page, metrics, store.totals), access_log=None)
+    return Parts(relay, commits, server, page, workers)
