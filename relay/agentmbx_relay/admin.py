@@ -78,6 +78,30 @@ def invite(data: str, uses: str, ttl: str, public_url: str | None, as_json: bool
         )
 
 
+@click.command("show", short_help="Print every setting and where it comes from.")
+@click.option("--data", metavar="DIR", help="The relay's folder. [MBX_RELAY_DATA]")
+@click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
+def show_config(data: str | None, as_json: bool) -> None:  # noqa: FBT001
+    """Print the settings that `agentmbx relay serve` would run with here.
+
+    Flags that you would give to it are not among them.
+    """
+    try:
+        found = relay_settings.find({"data": data}, os.environ)
+        relay_settings.resolve(found)
+    except relay_settings.SettingsError as error:
+        raise Failure("usage", str(error), "See `agentmbx relay serve --help`.", 2) from error
+    if as_json:
+        rows = [
+            {"name": name, "value": each.text, "source": each.source}
+            for name, each in found.items()
+        ]
+        click.echo(json.dumps({"ok": True, "settings": rows}))
+        return
+    for name, each in found.items():
+        click.echo(f"{name:18} {each.text or '-':20} {each.source}")
+
+
 def _act_as_owner(folder: Path) -> None:
     """As root, take the folder owner's part, so that no file is left that the relay cannot use."""
     if os.geteuid() != 0 or not folder.is_dir():

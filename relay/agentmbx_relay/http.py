@@ -113,6 +113,7 @@ class Front:
         self, refusal: Refusal, status: int, queue_state: bytes | None = None
     ) -> web.Response:
         self._metrics.refused(refusal)
+        log.info("refused", code=refusal.code, status=status)
         response = problem_response(bodies.problem(refusal, queue_state), status)
         if isinstance(refusal, ShuttingDown):
             response.headers["Retry-After"] = str(_return_s())

@@ -24,7 +24,7 @@ class Metrics:
     """One registry of its own; all names begin with `agentmbx_relay_`."""
 
     def __init__(self, version: str) -> None:
-        disable_created_metrics()
+        disable_created_metrics()  # type: ignore[no-untyped-call] # it has no types
         registry = CollectorRegistry()
         self._registry = registry
         self._info = Gauge("agentmbx_relay_build_info", "Always 1.", ["version"], registry=registry)

@@ -166,7 +166,8 @@ class Relay:
         frames = bodies.split_frames(body, 2)
         if not frames:
             raise Malformed("A register request holds a register frame.")
-        command = parse_register(frames[0])
+        # A long list of keys takes milliseconds to check, and that in a thread.
+        command = await asyncio.to_thread(parse_register, frames[0])
         self._check_relay(command.relay)
         proof = self._parse_proof(frames[1]) if len(frames) > 1 else None
         work = partial(

@@ -230,6 +230,19 @@ def resolve(found: Mapping[str, Found]) -> Settings:
     return Settings(**values)  # type: ignore[arg-type] # each row's parser gives its field's type
 
 
+def example_file() -> str:
+    """The example of DIR/relay.toml: every setting with its default, switched off."""
+    lines = [
+        "# DIR/relay.toml: settings of `agentmbx relay serve`. Flags and MBX_RELAY_... beat it."
+    ]
+    for row in TABLE:
+        if row.name != "data":
+            bare = row.default.isdecimal() or row.parse is _parse_boolean
+            value = row.default if bare else f'"{row.default}"'
+            lines += ["", f"# {row.text} {row.metavar}.", f"# {row.name} = {value}"]
+    return "\n".join(lines) + "\n"
+
+
 def _from_environment(environment: Mapping[str, str]) -> dict[str, Found]:
     known = {row.variable: row.name for row in TABLE}
     found = {}

@@ -17,6 +17,7 @@ _GROUP_HELP: Final = {
         "what it cannot read."
     ),
     "relay": "Run a relay, invite machines to it, and try one.",
+    "relay.config": "Look at the settings of a relay.",
 }
 
 

@@ -183,6 +183,8 @@ class SqliteStore:
                     return self._commit(works, touch=touch)
                 raise translated from error
             raise
+        if transaction.written_bytes:
+            self._mirror.lazy.clear()
         self._checkpoint_if_due(transaction.written_bytes)
         return outcomes
 

@@ -62,7 +62,7 @@ class SqliteTransaction:
         queue.instance = instance
         self._mirror.lazy[queue.id] = queue
         if not lazily:
-            self._flush_counters()
+            self.written_bytes += _ROW_BYTES
 
     def list_senders(self, queue: Queue, senders: Sequence[bytes]) -> None:
         """See `store.Transaction.list_senders`."""
@@ -206,19 +206,14 @@ class SqliteTransaction:
     def finish(self) -> None:
         """Write what is lazy, if anything at all is written."""
         if self.written_bytes:
-            self._flush_counters()
+            self._connection.executemany(
+                "UPDATE queue SET counter = ?, instance = ? WHERE id = ?",
+                [(queue.counter, queue.instance, queue.id) for queue in self._mirror.lazy.values()],
+            )
 
     def _write(self, statement: str, values: Sequence[object]) -> sqlite3.Cursor:
         self.written_bytes += _ROW_BYTES
         return self._connection.execute(statement, tuple(values))
-
-    def _flush_counters(self) -> None:
-        lazy, self._mirror.lazy = self._mirror.lazy, {}
-        for queue in lazy.values():
-            self._write(
-                "UPDATE queue SET counter = ?, instance = ? WHERE id = ?",
-                (queue.counter, queue.instance, queue.id),
-            )
 
     def _remove(self, where: str, values: Sequence[object]) -> tuple[int, int]:
         rows = self._connection.execute(
