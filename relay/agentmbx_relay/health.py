@@ -1,6 +1,6 @@
 """Whether the relay is alive and ready, and which part is not."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Sequence
 
 
 class Health:
@@ -13,11 +13,11 @@ class Health:
         """Ask `works` about `part` whenever readiness is asked for."""
         self._parts[part] = works
 
-    def parts(self) -> Mapping[str, bool]:
-        """Each part and whether it works now."""
-        return {part: works() for part, works in self._parts.items()}
+    def failing(self) -> Sequence[str]:
+        """The parts that do not work now."""
+        return [part for part, works in self._parts.items() if not works()]
 
     @property
     def ready(self) -> bool:
         """Whether all parts work."""
-        return all(self.parts().values())
+        return not self.failing()

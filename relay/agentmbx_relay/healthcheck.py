@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Final
 
 LISTEN_DEFAULT: Final = "0.0.0.0:7421"
-TIMEOUT_S: Final = 3.0
+TIMEOUT_S: Final = 2.0
 _LOOPBACK_OF: Final = {"0.0.0.0": "127.0.0.1", "::": "::1"}  # noqa: S104 - compared, not bound
 
 

@@ -54,7 +54,9 @@ def _serve(**flags: str | None) -> None:
         settings = relay_settings.resolve(relay_settings.find(flags, os.environ))
     except relay_settings.SettingsError as error:
         raise Failure("usage", str(error), "See `agentmbx relay serve --help`.", 2) from error
-    asyncio.run(_run(settings))
+    import uvloop  # noqa: PLC0415 - not needed for --help
+
+    uvloop.run(_run(settings))
 
 
 serve = click.Command(

@@ -9,6 +9,7 @@ import structlog
 from agentmbx_protocol.errors import Refusal
 from agentmbx_relay.clock import RelayClock, wall_ms
 from agentmbx_relay.group_commit import GroupCommit
+from agentmbx_relay.health import Health
 from agentmbx_relay.metrics import Metrics
 from agentmbx_relay.store import Store, StoreError, Swept, Transaction
 
@@ -28,12 +29,19 @@ class Maintenance:
     """
 
     def __init__(
-        self, store: Store, commits: GroupCommit, clock: RelayClock, metrics: Metrics
+        self,
+        store: Store,
+        commits: GroupCommit,
+        *,
+        clock: RelayClock,
+        metrics: Metrics,
+        health: Health,
     ) -> None:
         self._store = store
         self._commits = commits
         self._clock = clock
         self._metrics = metrics
+        self._health = health
         self._saved_ms = 0
         self.failing = False
 
@@ -46,6 +54,10 @@ class Maintenance:
             except (Refusal, StoreError) as error:
                 self.failing = True
                 log.error("maintenance_failed", reason=str(error))
+            failing = self._health.failing()
+            if failing:
+                # /readyz tells strangers no more than that; which part it is stands here.
+                log.warning("not_ready", parts=failing)
             await asyncio.sleep(SWEEP_EVERY_S)
 
     async def _round(self) -> None:

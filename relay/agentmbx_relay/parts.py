@@ -5,6 +5,7 @@ from functools import partial
 import msgspec
 from aiohttp import web
 
+from agentmbx_protocol import limits
 from agentmbx_protocol.keys import SigningKey
 from agentmbx_relay.clock import RelayClock, wall_ms
 from agentmbx_relay.connections import ConnectionServer, Deadlines
@@ -50,8 +51,8 @@ def build(
     quota = Quota(settings.queue_bytes_max, settings.relay_bytes_max, settings.disk_reserve)
     policy = Policy(settings.name, settings.open, settings.queues_max, quota)
     relay = Relay(key, store, commits, verifier, clock=clock, policy=policy, metrics=metrics)
-    maintenance = Maintenance(store, commits, clock, metrics)
     health = Health()
+    maintenance = Maintenance(store, commits, clock=clock, metrics=metrics, health=health)
     server = ConnectionServer(
         Front(relay, health, metrics).handle,
         deadlines=Deadlines(
@@ -71,7 +72,9 @@ def build(
     health.watch("workers", lambda: not any(worker.failing for worker in workers))
     health.watch("commit", lambda: not commits.failing)
     health.watch("maintenance", lambda: not maintenance.failing)
-    health.watch("disk", lambda: store.totals()["free_bytes"] >= settings.disk_reserve)
+    # Ready means that there is room for the largest envelope.
+    wanted_bytes = settings.disk_reserve + limits.FRAME_BYTES_MAX
+    health.watch("disk", lambda: store.totals()["free_bytes"] >= wanted_bytes)
     health.watch("serving", lambda: not relay.draining)
     metrics.watch(ready=lambda: health.ready, polls=lambda: relay.poll_count)
     page = web.Server(partial(metrics_page, metrics, store.totals), access_log=None)

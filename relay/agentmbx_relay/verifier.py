@@ -23,29 +23,27 @@ Verdict = BadSignature | None
 class Verifier:
     """Checks signatures off the event loop; what has queued goes in one batch, as with commits.
 
-    One check costs about 80 microseconds. A single sender's is done in place, without the way to
-    another process; the process is started when more come at once than `INLINE_MAX`.
+    One check costs about 80 microseconds. A few of a single request are done in place, without
+    the way to another process; the process is started when there is more to do at once.
     """
 
     def __init__(self) -> None:
         self._waiting: list[tuple[Sequence[frame.Frame], asyncio.Future[list[Verdict]]]] = []
         self._arrived = asyncio.Event()
-        self._under_way = 0
         self._process: asyncio.subprocess.Process | None = None
         self.failing = False
 
-    async def verify(self, frames: Sequence[frame.Frame]) -> list[Verdict]:
-        """For each frame of one kind, None, or the `BadSignature` that it is refused with."""
-        self._under_way += len(frames)
-        try:
-            if self._under_way <= INLINE_MAX or self.failing:
-                return _verify_here(frames)
-            future: asyncio.Future[list[Verdict]] = asyncio.get_running_loop().create_future()
-            self._waiting.append((frames, future))
-            self._arrived.set()
-            return await future
-        finally:
-            self._under_way -= len(frames)
+    async def verify(self, frames: Sequence[frame.Frame], *, alone: bool) -> list[Verdict]:
+        """For each frame of one kind, None, or the `BadSignature` that it is refused with.
+
+        `alone` says that no other request is under way that needs this thread.
+        """
+        if self.failing or (alone and len(frames) <= INLINE_MAX):
+            return _verify_here(frames)
+        future: asyncio.Future[list[Verdict]] = asyncio.get_running_loop().create_future()
+        self._waiting.append((frames, future))
+        self._arrived.set()
+        return await future
 
     async def run(self) -> None:
         """Serve the queue until cancelled; ends the process then."""

@@ -176,7 +176,7 @@ class SqliteStore:
             transaction.finish()
             writer.execute("COMMIT")
         except BaseException as error:
-            self._undo()
+            self._undo(transaction)
             if isinstance(error, sqlite3.OperationalError | sqlite3.DatabaseError):
                 translated = _translate(error)
                 if isinstance(translated, StoreFull) and self._may_use_reserve(transaction):
@@ -188,7 +188,8 @@ class SqliteStore:
         self._checkpoint_if_due(transaction.written_bytes)
         return outcomes
 
-    def _undo(self) -> None:
+    def _undo(self, transaction: SqliteTransaction) -> None:
+        transaction.undo_counters()
         try:
             if self._writer.in_transaction:
                 self._writer.execute("ROLLBACK")

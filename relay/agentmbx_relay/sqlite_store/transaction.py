@@ -21,6 +21,8 @@ class SqliteTransaction:
         self._connection = connection
         self._mirror = mirror
         self._free_bytes = free_bytes
+        self._before: dict[int, tuple[int, bytes]] = {}
+        self._flushed: dict[int, Queue] = {}
         self.held_bytes = 0
         self.written_bytes = 0
 
@@ -58,6 +60,7 @@ class SqliteTransaction:
 
     def command(self, queue: Queue, counter: int, instance: bytes, *, lazily: bool = False) -> None:
         """See `store.Transaction.command`."""
+        self._before.setdefault(queue.id, (queue.counter, queue.instance))
         queue.counter = counter
         queue.instance = instance
         self._mirror.lazy[queue.id] = queue
@@ -210,6 +213,18 @@ class SqliteTransaction:
                 "UPDATE queue SET counter = ?, instance = ? WHERE id = ?",
                 [(queue.counter, queue.instance, queue.id) for queue in self._mirror.lazy.values()],
             )
+
+    def undo_counters(self) -> None:
+        """Take back the counters that this transaction moved, since it was rolled back.
+
+        Else the same work, done again, would meet its own counter. What was moved lazily before
+        it stays moved.
+        """
+        self._mirror.lazy = self._flushed | self._mirror.lazy
+        for number, (counter, instance) in self._before.items():
+            queue = self._mirror.by_id.get(number)
+            if queue is not None:
+                queue.counter, queue.instance = counter, instance
 
     def _write(self, statement: str, values: Sequence[object]) -> sqlite3.Cursor:
         self.written_bytes += _ROW_BYTES
