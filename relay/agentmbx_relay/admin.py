@@ -107,5 +107,11 @@ def _act_as_owner(folder: Path) -> None:
     if os.geteuid() != 0 or not folder.is_dir():
         return
     status = folder.stat()
-    os.setegid(status.st_gid)
-    os.seteuid(status.st_uid)
+    try:
+        os.setegid(status.st_gid)
+        os.seteuid(status.st_uid)
+    except PermissionError as error:
+        # Root of a container whose capabilities were dropped.
+        text = f"This root may not act as user {status.st_uid}, whose folder {folder} is."
+        step = f"Run it as that user: docker compose exec -u {status.st_uid} ..."
+        raise Failure("unfit_folder", text, step, 1) from error

@@ -36,7 +36,7 @@ def admit(
             if command.counter <= proof.counter:
                 raise Stale
             ends_ms = 0
-        case None if is_open:
+        case _ if is_open:
             ends_ms = 0
         case _:
             raise NotAdmitted

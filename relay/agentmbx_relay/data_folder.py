@@ -52,7 +52,7 @@ class DataFolder:
         """
         warnings: list[str] = []
         try:
-            path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            _make_folder(path)
             _check_access(path)
             lock = _take_lock(path)
         except OSError as error:
@@ -131,11 +131,19 @@ def _finish_first_start(path: Path, create_store: Callable[[Path, bytes], None])
     _sync_folder(path)
 
 
+def _make_folder(path: Path) -> None:
+    # With parents=True those above it would be as open as the umask is, and who may write there
+    # may put another folder in its place.
+    missing = [folder for folder in (path, *path.parents) if not folder.exists()]
+    for folder in (*reversed(missing), path):
+        folder.mkdir(mode=0o700, exist_ok=True)
+
+
 def _check_access(path: Path) -> None:
-    if not path.is_dir() or not os.access(path, os.R_OK | os.W_OK | os.X_OK):
-        raise PermissionError(errno.EACCES, "not writable")
     if os.statvfs(path).f_flag & os.ST_RDONLY:
         raise OSError(errno.EROFS, "read-only")
+    if not os.access(path, os.R_OK | os.W_OK | os.X_OK):
+        raise PermissionError(errno.EACCES, "not writable")
 
 
 def _take_lock(path: Path) -> int:
@@ -178,6 +186,8 @@ def _access_text(path: Path, error: OSError) -> str:
     hint = {
         errno.EACCES: f"This program runs as user {uid}; give it the folder: chown -R {uid}:{gid}",
         errno.EPERM: f"This program runs as user {uid}; give it the folder: chown -R {uid}:{gid}",
+        errno.EEXIST: "Name a folder: a file has the name",
+        errno.ENOTDIR: "Name a folder: a file is in the way to",
         errno.EROFS: "The file system is mounted read-only; mount it read-write:",
         errno.ENOSPC: "The disk is full; make room on the disk of",
         errno.ENOLCK: "The file system cannot lock files; use a local disk instead of",

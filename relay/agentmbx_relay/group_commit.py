@@ -75,14 +75,23 @@ class GroupCommit:
                     return
                 self._arrived.clear()
                 continue
-            await self._commit(self._take())
+            batch = self._take()
+            try:
+                await self._commit(batch)
+            finally:
+                # Nothing is left to answer, unless this was cancelled or has a bug.
+                _refuse(batch)
 
     async def retry(self) -> None:
         """See whether the store takes a write again after a failed commit.
 
         Raises a `StoreError` while it does not.
         """
-        await self._store.check()
+        try:
+            await self._store.check()
+        except StoreBroken:
+            self.broken.set()
+            raise
         self.failing = False
 
     def stop(self) -> None:
@@ -99,6 +108,9 @@ class GroupCommit:
         return batch
 
     async def _commit(self, batch: Sequence[_Waiting]) -> None:
+        if self.broken.is_set():
+            _refuse(batch)
+            return
         started = time.perf_counter()
         try:
             outcomes = await self._store.commit([each.work for each in batch])
@@ -116,18 +128,17 @@ class GroupCommit:
         self.failing = True
         self._metrics.commit_failed()
         log.error("commit_failed", reason=str(error))
-        refusal: Refusal = Unavailable(retry_after_s=RETRY_S)
+        refusal: type[Refusal] = Unavailable
         if isinstance(error, StoreBroken):
             self.broken.set()
         elif isinstance(error, StoreFull):
-            refusal = RelayFull(retry_after_s=RETRY_S)
+            refusal = RelayFull
             rest = [each for each in batch if not each.length]
             if rest and len(rest) < len(batch):
                 # Acks and commands need little room, and make some.
                 batch = [each for each in batch if each.length]
                 await self._commit(rest)
-        for each in batch:
-            _settle(each, refusal)
+        _refuse(batch, refusal)
 
     async def _isolate(self, batch: Sequence[_Waiting], error: Exception) -> None:
         if len(batch) > 1:
@@ -136,7 +147,13 @@ class GroupCommit:
             return
         log.error("work_failed", error=type(error).__name__, exc_info=error)
         self._metrics.commit_failed()
-        _settle(batch[0], Unavailable(retry_after_s=RETRY_S))
+        _refuse(batch)
+
+
+def _refuse(batch: Sequence[_Waiting], refusal: type[Refusal] = Unavailable) -> None:
+    for each in batch:
+        if not each.done.done():
+            each.done.set_exception(refusal(retry_after_s=RETRY_S))
 
 
 def _settle(each: _Waiting, outcome: object) -> None:

@@ -1,11 +1,13 @@
 """Builds the parts of a running relay and hands each what it needs; `main` runs them."""
 
+from contextlib import suppress
 from functools import partial
 
 import msgspec
 from aiohttp import web
 
 from agentmbx_protocol import limits
+from agentmbx_protocol.errors import Refusal
 from agentmbx_protocol.keys import SigningKey
 from agentmbx_relay.clock import RelayClock, wall_ms
 from agentmbx_relay.connections import ConnectionServer, Deadlines
@@ -31,12 +33,16 @@ class Parts(msgspec.Struct, frozen=True):
     workers: list[Worker]
 
     async def save_url(self, url: str) -> None:
-        """Record the public URL for invites; the first commit shows that the store takes one."""
+        """Record the public URL for invites; the first commit shows whether the store takes one.
+
+        If it does not, the relay still hands out its mail, and is not ready until it does.
+        """
 
         def work(transaction: Transaction) -> None:
             transaction.save_url(url)
 
-        await self.commits.submit(work)
+        with suppress(Refusal):
+            await self.commits.submit(work)
 
 
 def build(

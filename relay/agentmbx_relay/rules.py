@@ -129,9 +129,15 @@ def retire(transaction: Transaction, command: Retire, now_ms: int) -> QueueFacts
 
 
 def settle(transaction: Transaction, queue: Queue) -> QueueFacts:
-    """Make the queue's counter durable, also if it was moved lazily, so that it may be signed."""
-    transaction.command(queue, queue.counter, queue.instance)
-    return _facts(queue)
+    """Make the queue's counter durable, also if it was moved lazily, so that it may be signed.
+
+    `queue` may be from an earlier transaction; what is written is as the store has it now.
+    """
+    known = transaction.queue(queue.key)
+    if known is None:
+        raise NoSuchQueue
+    transaction.command(known, known.counter, known.instance)
+    return _facts(known)
 
 
 def _facts(queue: Queue) -> QueueFacts:

@@ -4,21 +4,20 @@ A flag beats the environment (MBX_RELAY_...), that beats the TOML file, that bea
 Whatever is not exactly understood is refused with its name, value and source.
 """
 
+import os
 import re
 import tomllib
 from collections.abc import Callable, Mapping
-from ipaddress import ip_address
+from ipaddress import IPv6Address
 from pathlib import Path
 from typing import Final
 from urllib.parse import urlsplit
 
 import msgspec
 
-from agentmbx_protocol.card import check_name
-from agentmbx_protocol.errors import Malformed
-
 ENVIRONMENT_PREFIX: Final = "MBX_RELAY_"
 FILE_NAME: Final = "relay.toml"
+_HOST: Final = re.compile(r"[A-Za-z0-9_.-]{1,253}")
 _SIZE: Final = re.compile(r"([0-9]{1,15})(B|KiB|MiB|GiB|)")
 _SIZE_UNITS: Final = {"": 1, "B": 1, "KiB": 2**10, "MiB": 2**20, "GiB": 2**30}
 _DURATION: Final = re.compile(r"([0-9]{1,9})([smhd])")
@@ -90,15 +89,16 @@ class Found(msgspec.Struct, frozen=True):
 
 def parse_address(text: str) -> Address:
     """HOST:PORT or [IPV6]:PORT; raises `ValueError`."""
-    host, colon, port = text.rpartition(":")
-    bare = host.removeprefix("[").removesuffix("]")
-    if ":" in bare:
-        if not (host.startswith("[") and host.endswith("]")):
-            raise ValueError("write an IPv6 address as [ADDRESS]:PORT")
-        ip_address(bare)
-    if not colon or not bare or not re.fullmatch(r"[0-9]{1,5}", port) or int(port) >= 2**16:
+    host, _, port = text.rpartition(":")
+    if host.startswith("[") and host.endswith("]"):
+        host = str(IPv6Address(host[1:-1]))
+    elif ":" in host:
+        raise ValueError("write an IPv6 address as [ADDRESS]:PORT")
+    elif not _HOST.fullmatch(host):
+        raise ValueError("write HOST:PORT, with the host as an address or a name")
+    if not re.fullmatch(r"[0-9]{1,5}", port) or int(port) >= 2**16:
         raise ValueError("write HOST:PORT, with a port of 0 to 65535")
-    return Address(bare, int(port))
+    return Address(host, int(port))
 
 
 def parse_url(text: str) -> str:
@@ -106,8 +106,9 @@ def parse_url(text: str) -> str:
     if not text:
         return ""
     parts = urlsplit(text)
-    if parts.scheme not in ("http", "https") or not parts.hostname or parts.username:
+    if parts.scheme not in ("http", "https") or not parts.hostname or "@" in parts.netloc:
         raise ValueError("write a URL such as https://relay.example.com")
+    _ = parts.port  # raises for one that is out of range
     if parts.query or parts.fragment or not text.isascii() or not text.isprintable():
         raise ValueError("write a URL without a query, a fragment or odd characters")
     return text.rstrip("/") + "/"
@@ -158,6 +159,9 @@ def _parse_folder(text: str) -> Path:
 
 
 def _parse_name(text: str) -> str:
+    from agentmbx_protocol.card import check_name  # noqa: PLC0415 - help needs no cryptography
+    from agentmbx_protocol.errors import Malformed  # noqa: PLC0415
+
     try:
         check_name(text)
     except Malformed as error:
@@ -257,8 +261,12 @@ def _from_environment(environment: Mapping[str, str]) -> dict[str, Found]:
 def _from_file(path: Path) -> dict[str, Found]:
     try:
         document = tomllib.loads(path.read_text("utf-8"))
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return {}
+    except PermissionError as error:
+        if not os.access(path.parent, os.X_OK):
+            return {}  # whoever opens the folder says more about it
+        raise SettingsError(f"{path} cannot be read: {error.strerror}.") from error
     except (OSError, ValueError) as error:
         raise SettingsError(f"{path} cannot be read as TOML: {error}.") from error
     found = {}

@@ -156,7 +156,13 @@ class Transaction(Protocol):
         """Turn those that this queue holds into tombstones; how many there were."""
 
     def sweep(self, now_ms: int, rows_max: int) -> "Swept":
-        """Remove at most `rows_max` rows that are past their time, or of retired queues."""
+        """Remove at most `rows_max` rows that are past their time, or of retired queues.
+
+        Retires the queues whose lifetime is over. What a retired queue holds is dropped; its
+        tombstones stay to their time. The queue itself, with what it vouched for, is forgotten
+        when it has no rows and was retired 90 days ago, or one day ago if it had a lifetime.
+        Invites and vouchers that are over are removed too.
+        """
 
     def save_url(self, url: str) -> None:
         """Record the public URL, for the invites that are printed beside a running relay."""
@@ -189,8 +195,9 @@ class Store(Protocol):
 
         Each outcome is what its work returned, or the `Refusal` that it raised; work raises only
         before its first verb that writes. Raises `StoreFull`, `StoreBusy` or `StoreBroken`: then
-        nothing of any work is in the store. Another exception of work is a bug: nothing is
-        written, and it is raised.
+        nothing of any work is in the store, and after `StoreBroken` it takes nothing any more
+        (what was under way may be there when it is opened anew). Another exception of work is a
+        bug: nothing is written, and it is raised.
         """
 
     def sender(self, queue: bytes, signer: bytes) -> tuple[Queue, Sender] | None:
@@ -200,7 +207,8 @@ class Store(Protocol):
         """The envelopes that the queue holds, in the order of acceptance.
 
         As many as fit into `bytes_max` bytes with 4 bytes each for their length, at least one if
-        any waits. What is past its until time may be among them until it is swept.
+        any waits, and no more than one collect can ack. What is past its until time may be among
+        them until it is swept.
         """
 
     async def check(self) -> None:
@@ -209,7 +217,8 @@ class Store(Protocol):
     def saved_clock(self) -> tuple[int, int]:
         """The relay's clock and the wall clock when it was last saved, in milliseconds.
 
-        The clock is not below the time of anything that was accepted.
+        The clock is not below the accepted time of anything that is held or has a tombstone;
+        where it was saved before that, both are later by the same time.
         """
 
     async def tidy(self) -> None:

@@ -1,6 +1,5 @@
 """`agentmbx relay` commands of a machine that uses a relay."""
 
-import asyncio
 import json
 from typing import TYPE_CHECKING
 
@@ -27,7 +26,9 @@ def probe(url: str, fragment: str | None, as_json: bool) -> None:  # noqa: FBT00
       agentmbx relay probe http://127.0.0.1:7421
       agentmbx relay probe 'https://relay.example.com/#KEY.INVITE'
     """  # noqa: D301 - \b keeps click from joining the lines
-    from agentmbx_node.hops.relay import parse_relay_line  # noqa: PLC0415 - aiohttp is not free
+    import asyncio  # noqa: PLC0415 - help needs none of these
+
+    from agentmbx_node.hops.relay import parse_relay_line  # noqa: PLC0415
     from agentmbx_node.probe import ProbeFailed  # noqa: PLC0415
 
     try:

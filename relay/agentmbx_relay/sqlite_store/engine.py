@@ -39,6 +39,13 @@ RESERVE_BYTES: Final = 8 * 1024 * 1024
 WAITING_ROWS_MAX: Final = 1024
 VACUUM_PAGES: Final = 256
 VACUUM_PAGES_MIN: Final = 4096
+_RESERVE_NAME: Final = "reserve"
+_BUGS: Final = (
+    sqlite3.DataError,
+    sqlite3.IntegrityError,
+    sqlite3.NotSupportedError,
+    sqlite3.ProgrammingError,
+)
 
 _WAITING: Final = f"""
     SELECT b.data FROM (
@@ -64,6 +71,7 @@ class SqliteStore:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="store")
         self._reader: aiosqlite.Connection | None = None
         self._unsynced_bytes = 0
+        self._broken: StoreBroken | None = None
         self._closed = False
 
     @classmethod
@@ -80,6 +88,9 @@ class SqliteStore:
         rows that are only in the page cache. Raises `StoreUnfit`. `connect` stands in for
         `sqlite3.connect` where faults are injected.
         """
+        if free_bytes(path) < 2 * RESERVE_BYTES:
+            # The checkpoint needs room too, and mail must come out of a relay on a full disk.
+            path.with_name(_RESERVE_NAME).unlink(missing_ok=True)
         writer = await asyncio.to_thread(
             files.open_writer, path, relay_key, connect or sqlite3.connect
         )
@@ -140,13 +151,26 @@ class SqliteStore:
             return
         self._closed = True
         try:
-            await self._write(self._close_writer)
+            await self._in_thread(self._close_writer)
         finally:
             self._thread.shutdown(wait=True)
             if self._reader is not None:
                 await self._reader.close()
 
     async def _write(self, step: Callable[[], T]) -> T:
+        return await self._in_thread(partial(self._unless_broken, step))
+
+    def _unless_broken(self, step: Callable[[], T]) -> T:
+        # After a failed fsync a later one may succeed although the data is gone (rule 1).
+        if self._broken is not None:
+            raise self._broken
+        try:
+            return step()
+        except StoreBroken as error:
+            self._broken = error
+            raise
+
+    async def _in_thread(self, step: Callable[[], T]) -> T:
         # A caller that is cancelled must not leave a commit behind that nobody waits for.
         future = asyncio.get_running_loop().run_in_executor(self._thread, step)
         try:
@@ -159,11 +183,11 @@ class SqliteStore:
         self, works: Sequence[Work[object]], *, touch: bool = False
     ) -> list[object | Refusal]:
         writer = self._writer
+        transaction = SqliteTransaction(writer, self._mirror, free_bytes(self._path))
         try:
             writer.execute("BEGIN IMMEDIATE")
         except sqlite3.Error as error:
             raise _translate(error) from error
-        transaction = SqliteTransaction(writer, self._mirror, free_bytes(self._path))
         outcomes: list[object | Refusal] = []
         try:
             for work in works:
@@ -177,12 +201,17 @@ class SqliteStore:
             writer.execute("COMMIT")
         except BaseException as error:
             self._undo(transaction)
-            if isinstance(error, sqlite3.OperationalError | sqlite3.DatabaseError):
-                translated = _translate(error)
-                if isinstance(translated, StoreFull) and self._may_use_reserve(transaction):
-                    return self._commit(works, touch=touch)
-                raise translated from error
-            raise
+            if not isinstance(error, sqlite3.DatabaseError) or isinstance(error, _BUGS):
+                raise
+            translated = _translate(error)
+            # A check asks whether there is room; it must not use up that of the acks.
+            if (
+                isinstance(translated, StoreFull)
+                and not touch
+                and self._may_use_reserve(transaction)
+            ):
+                return self._commit(works)
+            raise translated from error
         if transaction.written_bytes:
             self._mirror.lazy.clear()
         self._checkpoint_if_due(transaction.written_bytes)
@@ -211,9 +240,10 @@ class SqliteStore:
 
     def _close_writer(self) -> None:
         try:
-            if self._mirror.lazy:
-                self._commit([], touch=True)
-            self._writer.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
+            if self._broken is None:
+                if self._mirror.lazy:
+                    self._commit([], touch=True)
+                self._writer.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
         except (sqlite3.Error, StoreError):
             # What is committed is in the log and comes back at the next start.
             pass
@@ -222,17 +252,20 @@ class SqliteStore:
 
     def _tidy(self) -> None:
         self._take_reserve()
-        pages, free_pages = (
-            self._writer.execute(f"PRAGMA {name}").fetchone()[0]
-            for name in ("page_count", "freelist_count")
-        )
-        if free_pages > max(VACUUM_PAGES_MIN, pages // 4):
-            # Plain execute would free one page only.
-            self._writer.executescript(f"PRAGMA incremental_vacuum({VACUUM_PAGES})")
+        try:
+            pages, free_pages = (
+                self._writer.execute(f"PRAGMA {name}").fetchone()[0]
+                for name in ("page_count", "freelist_count")
+            )
+            if free_pages > max(VACUUM_PAGES_MIN, pages // 4):
+                # Plain execute would free one page only.
+                self._writer.executescript(f"PRAGMA incremental_vacuum({VACUUM_PAGES})")
+        except sqlite3.Error as error:
+            raise _translate(error) from error
 
     @property
     def _reserve(self) -> Path:
-        return self._path.with_name("reserve")
+        return self._path.with_name(_RESERVE_NAME)
 
     def _may_use_reserve(self, transaction: SqliteTransaction) -> bool:
         if transaction.held_bytes or not self._reserve.exists():

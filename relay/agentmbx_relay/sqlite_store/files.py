@@ -80,7 +80,13 @@ def short_visit(path: Path) -> Iterator[sqlite3.Connection]:
 
     Raises `StoreUnfit`.
     """
-    if not path.exists():
+    try:
+        there = path.exists()
+    except PermissionError as error:
+        raise StoreUnfit(
+            f"{path} cannot be used: permission denied. Run this as the user who runs the relay."
+        ) from error
+    if not there:
         raise StoreUnfit(
             f"There is no relay in {path.parent}. Start it once with "
             f"`agentmbx relay serve --data {path.parent}`."

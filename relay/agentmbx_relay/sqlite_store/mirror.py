@@ -1,6 +1,7 @@
 """What the SQLite store keeps in memory: queues, senders and running totals."""
 
 import sqlite3
+from collections.abc import Mapping
 from typing import Self
 
 from agentmbx_protocol import limits
@@ -26,19 +27,33 @@ class Mirror:
         self.tombstones = 0
         self.used = 0
         self.next_seq = 1
-        self.saved_clock = (0, 0)
+        self.newest_ms = 0
+        self.clock = (0, 0)
 
     @classmethod
     def load(cls, connection: sqlite3.Connection) -> Self:
         """Read it all: two small tables whole, and one pass over the facts of envelopes."""
         mirror = cls()
-        mirror.reload(connection)
+        mirror._read(connection, {})
         return mirror
 
     def reload(self, connection: sqlite3.Connection) -> None:
-        """Read it all again after a failed commit; counters that were lazily moved stay moved."""
-        moved = dict(self.lazy)
-        self.__init__()  # type: ignore[misc] # the same object is known to the store
+        """Read it all again after a failed commit; counters that were lazily moved stay moved.
+
+        The new picture replaces the old one when it is whole, since others look at it meanwhile.
+        """
+        fresh = Mirror()
+        fresh._read(connection, self.lazy)
+        vars(self).update(vars(fresh))
+
+    @property
+    def saved_clock(self) -> tuple[int, int]:
+        """The relay's clock and the wall clock when it was saved or the newest was accepted."""
+        clock_ms, wall_ms = self.clock
+        lead_ms = max(self.newest_ms - clock_ms, 0)
+        return clock_ms + lead_ms, wall_ms + lead_ms
+
+    def _read(self, connection: sqlite3.Connection, moved: Mapping[int, Queue]) -> None:
         for values in connection.execute(
             "SELECT id, key, counter, instance, ends_ms, retired_ms FROM queue"
         ):
@@ -47,8 +62,8 @@ class Mirror:
             self.queues[key] = self.by_id[number] = queue
             self.live_count += not retired_ms
             newer = moved.get(number)
-            if newer is not None and newer.instance == instance and newer.counter > counter:
-                queue.counter = newer.counter
+            if newer is not None and newer.counter > counter:
+                queue.counter, queue.instance = newer.counter, newer.instance
                 self.lazy[number] = queue
         for number, queue_id, key, listed in connection.execute(
             "SELECT id, queue, key, listed FROM sender"
@@ -57,20 +72,19 @@ class Mirror:
             self.senders[number] = self.by_id[queue_id].senders[key] = sender
         for queue in self.queues.values():
             self.index(queue)
-        for queue_id, sender_id, held, count, used in connection.execute(
-            "SELECT queue, sender, held, COUNT(*), SUM(CASE held WHEN 1 THEN length ELSE ? END)"
-            " FROM envelope GROUP BY queue, sender, held",
+        for queue_id, sender_id, held, count, used, newest_ms in connection.execute(
+            "SELECT queue, sender, held, COUNT(*), SUM(CASE held WHEN 1 THEN length ELSE ? END),"
+            " MAX(accepted_ms) FROM envelope GROUP BY queue, sender, held",
             (limits.TOMBSTONE_BYTES,),
         ):
             self.charge(self.by_id[queue_id], self.senders[sender_id], used)
             self.envelopes += count if held else 0
             self.tombstones += 0 if held else count
-        self.next_seq, newest_ms = connection.execute(
-            "SELECT COALESCE(MAX(seq), 0) + 1, COALESCE(MAX(accepted_ms), 0) FROM"
-            " (SELECT seq, accepted_ms FROM envelope ORDER BY seq DESC LIMIT 1)"
+            self.newest_ms = max(self.newest_ms, newest_ms)
+        (self.next_seq,) = connection.execute(
+            "SELECT COALESCE(MAX(seq), 0) + 1 FROM envelope"
         ).fetchone()
-        clock_ms, wall_ms = connection.execute("SELECT clock_ms, wall_ms FROM relay").fetchone()
-        self.saved_clock = max(clock_ms, newest_ms), wall_ms
+        self.clock = connection.execute("SELECT clock_ms, wall_ms FROM relay").fetchone()
 
     def index(self, queue: Queue) -> None:
         """Bring `by_sender` and the list's digest in step with the queue's senders."""

@@ -22,7 +22,6 @@ class SqliteTransaction:
         self._mirror = mirror
         self._free_bytes = free_bytes
         self._before: dict[int, tuple[int, bytes]] = {}
-        self._flushed: dict[int, Queue] = {}
         self.held_bytes = 0
         self.written_bytes = 0
 
@@ -135,9 +134,12 @@ class SqliteTransaction:
             "INSERT INTO envelope (seq, queue, sender, digest, length, accepted_ms, until_ms, held)"
             " VALUES (?, ?, ?, ?, ?, ?, ?, 1) ON CONFLICT (digest) DO NOTHING"
         )
+        # Counted first: a deposit that finds no room must not be given the reserve of the acks.
+        self.held_bytes += deposit.length
         if self._connection.execute(insert, row).rowcount == 0:
             known = self.find(deposit.digest)
             if known is not None and known.until_ms > now_ms:
+                self.held_bytes -= deposit.length
                 return known, False
             self._remove("WHERE digest = ?", (deposit.digest,))
             self._connection.execute(insert, row)
@@ -147,8 +149,8 @@ class SqliteTransaction:
         )
         mirror.next_seq += 1
         mirror.envelopes += 1
+        mirror.newest_ms = max(mirror.newest_ms, now_ms)
         mirror.charge(queue, sender, deposit.length)
-        self.held_bytes += deposit.length
         self.written_bytes += deposit.length
         return fact, True
 
@@ -189,8 +191,12 @@ class SqliteTransaction:
             kept_ms = TEMPORARY_KEPT_MS if queue.ends_ms else RETIRED_KEPT_MS
             if not queue.used and queue.retired_ms + kept_ms <= now_ms:
                 self._forget_queue(queue)
-        self._connection.execute("DELETE FROM invite WHERE ends_ms <= ?", (now_ms,))
-        self._connection.execute("DELETE FROM voucher WHERE ends_ms BETWEEN 1 AND ?", (now_ms,))
+        for statement in (
+            "DELETE FROM invite WHERE ends_ms <= ?",
+            "DELETE FROM voucher WHERE ends_ms BETWEEN 1 AND ?",
+        ):
+            count = self._connection.execute(statement, (now_ms,)).rowcount
+            self.written_bytes += count * _ROW_BYTES
         removed = expired + tombstones + dropped
         return Swept(expired, dropped, tombstones, more=removed >= rows_max)
 
@@ -201,6 +207,7 @@ class SqliteTransaction:
     def save_clock(self, clock_ms: int, wall_ms: int) -> None:
         """See `store.Transaction.save_clock`."""
         self._write("UPDATE relay SET clock_ms = ?, wall_ms = ?", (clock_ms, wall_ms))
+        self._mirror.clock = clock_ms, wall_ms
 
     def touch(self) -> None:
         """Write something that changes nothing, to see whether the disk takes it."""
@@ -220,7 +227,6 @@ class SqliteTransaction:
         Else the same work, done again, would meet its own counter. What was moved lazily before
         it stays moved.
         """
-        self._mirror.lazy = self._flushed | self._mirror.lazy
         for number, (counter, instance) in self._before.items():
             queue = self._mirror.by_id.get(number)
             if queue is not None:
