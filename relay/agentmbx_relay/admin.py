@@ -50,6 +50,7 @@ def invite(data: str, uses: str, ttl: str, public_url: str | None, as_json: bool
     _act_as_owner(folder)
     seed = SigningKey.generate()
     try:
+        relay_key = read_key(folder, [])
         served_url = sqlite_store.add_invite(
             folder / STORE_NAME,
             key=seed.public,
@@ -57,7 +58,6 @@ def invite(data: str, uses: str, ttl: str, public_url: str | None, as_json: bool
             ttl_ms=ttl_s * 1000,
             wall_ms=wall_ms(),
         )
-        relay_key = read_key(folder, [])
     except (StoreUnfit, FolderUnfit) as error:
         raise Failure("unfit_folder", str(error), "", 1) from error
     url = given_url or served_url

@@ -1,9 +1,9 @@
 """Builds the parts of a running relay and hands each what it needs; `main` runs them."""
 
-from contextlib import suppress
 from functools import partial
 
 import msgspec
+import structlog
 from aiohttp import web
 
 from agentmbx_protocol import limits
@@ -22,6 +22,8 @@ from agentmbx_relay.settings import Settings
 from agentmbx_relay.store import Store, Transaction
 from agentmbx_relay.verifier import Verifier
 
+log = structlog.get_logger("agentmbx.relay")
+
 
 class Parts(msgspec.Struct, frozen=True):
     """What `main` needs of a built relay."""
@@ -33,16 +35,18 @@ class Parts(msgspec.Struct, frozen=True):
     workers: list[Worker]
 
     async def save_url(self, url: str) -> None:
-        """Record the public URL for invites; the first commit shows whether the store takes one.
+        """Record the public URL for the invites that are printed beside the running relay.
 
-        If it does not, the relay still hands out its mail, and is not ready until it does.
+        A full disk does not keep the relay from starting: acks make room.
         """
 
         def work(transaction: Transaction) -> None:
             transaction.save_url(url)
 
-        with suppress(Refusal):
+        try:
             await self.commits.submit(work)
+        except Refusal as refusal:
+            log.warning("public_url_not_saved", code=refusal.code)
 
 
 def build(

@@ -88,7 +88,9 @@ async def _run_in(folder: DataFolder, settings: relay_settings.Settings) -> bool
                 address = await _listen(listeners, parts.server, settings.listen)
                 if settings.metrics_listen is not None:
                     await _listen(listeners, parts.metrics_server, settings.metrics_listen)
-                await parts.save_url(settings.public_url or _local_url(address))
+                url = settings.public_url or _local_url(address)
+                if url:
+                    await parts.save_url(url)
                 _say_ready(address, folder)
                 log.info("relay_ready", version=version, open=settings.open)
                 await _either(stopping, parts.commits.broken)
