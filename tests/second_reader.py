@@ -31,9 +31,10 @@ _ARRAY: _Forms = {0xDC: (2, 16)}
 _CONTENT_TYPE = re.compile(r"[a-z0-9][a-z0-9./-]{0,63}")
 _ADDRESS = re.compile(r"(?:\[([0-9a-f:.]+)\]|([0-9.]+)):([1-9][0-9]{0,4})")
 _URL = re.compile(
-    r"https?://(?:[a-z0-9.-]+|\[([0-9A-Fa-f:.]+)\])(?::([1-9][0-9]{0,4}))?(?:/[!-~]*)?"
+    r"https?://(?:[a-z0-9.-]+|\[([0-9A-Fa-f:.]+)\])(?::([1-9][0-9]{0,4}))?"
+    r"(?:/[A-Za-z0-9._~!$&'()*+,;=:@%/-]*)?"
 )
-_NOT_IN_NAMES = {"Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"}
+_NOT_IN_NAMES = {"Cc", "Cf", "Cs", "Co", "Zl", "Zp"}
 
 
 class _Refused(Exception):
@@ -138,6 +139,8 @@ def _padded(size: int) -> int:
 def _name(text: str) -> str:
     kinds = {unicodedata.category(character) for character in text}
     _need(len(text.encode()) in range(1, 65), text == text.strip(), not kinds & _NOT_IN_NAMES)
+    never = [c for c in map(ord, text) if c & 0xFFFE == 0xFFFE or 0xFDD0 <= c <= 0xFDEF]
+    _need(not never)
     return text
 
 
@@ -152,6 +155,7 @@ def _address(text: str) -> str:
     six, four, port = _groups(_ADDRESS, text)
     ip = _ip(six, four)
     _need(str(ip) == (six or four), int(port or 0) in range(1, 65_536))
+    _need(not isinstance(ip, ipaddress.IPv6Address) or ip.ipv4_mapped is None)
     _need(not ip.is_link_local, not ip.is_multicast, not ip.is_unspecified)
     return text
 

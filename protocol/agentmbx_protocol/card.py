@@ -16,10 +16,11 @@ from agentmbx_protocol.messagepack import pack, unpack
 
 _SEQUENCE: Final = struct.Struct(">Q")
 _URL: Final = re.compile(
-    r"https?://(?:[a-z0-9.-]+|\[([0-9A-Fa-f:.]+)\])(?::([1-9][0-9]{0,4}))?(?:/[!-~]*)?"
+    r"https?://(?:[a-z0-9.-]+|\[([0-9A-Fa-f:.]+)\])(?::([1-9][0-9]{0,4}))?"
+    r"(?:/[A-Za-z0-9._~!$&'()*+,;=:@%/-]*)?"
 )
 _PORT_MAX: Final = 65535
-_HIDDEN: Final = frozenset(("Cc", "Cf", "Cs", "Co", "Cn", "Zl", "Zp"))
+_HIDDEN: Final = frozenset(("Cc", "Cf", "Cs", "Co", "Zl", "Zp"))
 
 _Key = Annotated[bytes, msgspec.Meta(min_length=32, max_length=32)]
 
@@ -68,6 +69,7 @@ _tail_decoder = msgspec.msgpack.Decoder(_Tail)
 
 def make_card(identity: SigningKey, card: Card) -> bytes:
     """The signed frame of `card`; raises `Malformed` for what a reader would refuse."""
+    _check_sequence(card.sequence)
     data = frame.sign(
         frame.Kind.CARD,
         identity,
@@ -165,13 +167,24 @@ def check_name(name: str) -> None:
     if (
         not 1 <= length <= limits.NAME_BYTES_MAX
         or name != name.strip()
-        or any(unicodedata.category(character) in _HIDDEN for character in name)
+        or any(_is_hidden(character) for character in name)
     ):
         raise Malformed("A name is 1 to 64 bytes of visible text without spaces around it.")
 
 
+def _is_hidden(character: str) -> bool:
+    # Unassigned characters pass, since the next Unicode version may assign them; the code points
+    # that never will be assigned do not.
+    number = ord(character)
+    never = number & 0xFFFE == 0xFFFE or 0xFDD0 <= number <= 0xFDEF  # noqa: PLR2004 - Unicode's
+    return never or unicodedata.category(character) in _HIDDEN
+
+
 def _parse_sequence(parsed: frame.Frame) -> int:
-    sequence: int = _SEQUENCE.unpack(parsed.fields)[0]
+    return _check_sequence(_SEQUENCE.unpack(parsed.fields)[0])
+
+
+def _check_sequence(sequence: int) -> int:
     if not 1 <= sequence <= limits.COUNTER_MAX:
         raise Malformed("A sequence is 1 to 2^63 - 1.")
     return sequence

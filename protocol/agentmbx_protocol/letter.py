@@ -105,6 +105,8 @@ def seal_letter(
     `sender` and `receiver` are the pair keys that the two machines use with each other. Raises
     `TooLarge`.
     """
+    if len(rotations) > limits.ROTATION_CHAIN_MAX:
+        raise TooLarge("A letter carries at most 16 rotations.")
     packed = pack(Inside(sender, receiver, letter_bytes, card, list(rotations)))
     return seal(padding.pad(_LENGTH.pack(len(packed)) + packed), sealing_public)
 

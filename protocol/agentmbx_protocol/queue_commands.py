@@ -3,7 +3,7 @@
 import hashlib
 import itertools
 import struct
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from enum import IntEnum, unique
 from typing import Final
 
@@ -104,6 +104,7 @@ def senders_digest(senders: Iterable[bytes]) -> bytes:
 def make_register(key: SigningKey, command: Register) -> bytes:
     """The signed frame of `command`; `command.queue` must be the public half of `key`."""
     _check_counter(command.counter)
+    _check_list(command.senders, command.takeover)
     fields = _REGISTER.pack(command.relay, command.counter, command.instance, command.takeover)
     return frame.sign(frame.Kind.REGISTER, key, fields, b"".join(command.senders))
 
@@ -115,10 +116,7 @@ def parse_register(data: bytes) -> Register:
     _check_counter(counter)
     tail = parsed.tail
     senders = tuple(tail[at : at + limits.KEY_BYTES] for at in range(0, len(tail), 32))
-    if any(left >= right for left, right in itertools.pairwise(senders)):
-        raise Malformed("The list of senders is not sorted, or names one twice.")
-    if takeover > limits.COUNTER_MAX:
-        raise Malformed("A counter is below 2^63.")
+    _check_list(senders, takeover)
     parsed.verify()
     keys.check_signing_public(parsed.signer)
     for sender in senders:
@@ -136,6 +134,7 @@ def parse_register(data: bytes) -> Register:
 def make_collect(key: SigningKey, command: Collect) -> bytes:
     """The signed frame of `command`; `command.queue` must be the public half of `key`."""
     _check_counter(command.counter)
+    _check_wait(command.wait_s)
     fields = _COLLECT.pack(
         command.relay,
         command.counter,
@@ -152,8 +151,7 @@ def parse_collect(data: bytes) -> Collect:
     parsed = frame.parse(data, frame.Kind.COLLECT)
     relay, counter, instance, digest, bytes_max, wait_s = _COLLECT.unpack(parsed.fields)
     _check_counter(counter)
-    if wait_s > limits.COLLECT_WAIT_S_MAX:
-        raise Malformed("A collect waits at most 50 seconds.")
+    _check_wait(wait_s)
     parsed.verify()
     tail = parsed.tail
     acks = tuple(tail[at : at + limits.DIGEST_BYTES] for at in range(0, len(tail), 32))
@@ -224,3 +222,15 @@ def parse_queue_state(data: bytes) -> QueueState:
 def _check_counter(counter: int) -> None:
     if not 1 <= counter <= limits.COUNTER_MAX:
         raise Malformed("A counter is 1 to 2^63 - 1.")
+
+
+def _check_list(senders: Sequence[bytes], takeover: int) -> None:
+    if any(left >= right for left, right in itertools.pairwise(senders)):
+        raise Malformed("The list of senders is not sorted, or names one twice.")
+    if not 0 <= takeover <= limits.COUNTER_MAX:
+        raise Malformed("A takeover is 0 to 2^63 - 1.")
+
+
+def _check_wait(wait_s: int) -> None:
+    if not 0 <= wait_s <= limits.COLLECT_WAIT_S_MAX:
+        raise Malformed("A collect waits at most 50 seconds.")

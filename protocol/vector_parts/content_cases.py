@@ -91,6 +91,8 @@ BAD_ADDRESSES: Final = (
     "[fe80::1%1]:7420",
     "224.0.0.251:7420",
     "[ff02::fb]:7420",
+    "[::ffff:192.0.2.7]:7420",
+    "[::ffff:c000:207]:7420",
     "0.0.0.0:7420",
     "[::]:7420",
 )
@@ -122,6 +124,9 @@ BAD_URLS: Final = (
     "https://relay.example.com:080",
     "https://relay.example.com:80:80",
     "https://relay.example.com?mbx",
+    "https://relay.example.com/mbx?go",
+    "https://relay.example.com/mbx#key",
+    "https://relay.example.com/{mbx}",
     "https://relay.example.com#mbx",
     "https://relay.example.com\\mbx",
     "https://relay.example.com/a b",

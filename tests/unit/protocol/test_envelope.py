@@ -1,9 +1,9 @@
 import pytest
-from vector_parts import typical
-from vector_parts.raw_forms import filler
 
 from agentmbx_protocol import envelope, limits
 from agentmbx_protocol.errors import BadSignature, Malformed, TooLarge, UnsupportedVersion
+from vector_parts import typical
+from vector_parts.raw_forms import filler
 
 SEALED = filler("sealed", 1072)
 

@@ -1,9 +1,6 @@
 import hashlib
 
 import pytest
-from vector_parts import typical
-from vector_parts.frame_cases import frame_faults
-from vector_parts.raw_forms import RawFrame
 
 from agentmbx_protocol import frame, limits
 from agentmbx_protocol.errors import (
@@ -14,6 +11,9 @@ from agentmbx_protocol.errors import (
     UnsupportedVersion,
 )
 from agentmbx_protocol.frame import Kind
+from vector_parts import typical
+from vector_parts.frame_cases import frame_faults
+from vector_parts.raw_forms import RawFrame
 
 each_kind = pytest.mark.parametrize("kind", Kind)
 

@@ -1,9 +1,9 @@
 import pytest
-from vector_parts import crooked_keys, typical
-from vector_parts.frame_cases import BAD_SIGNING_KEYS
 
 from agentmbx_protocol import keys
 from agentmbx_protocol.errors import BadSignature, CannotOpen, Malformed
+from vector_parts import crooked_keys, typical
+from vector_parts.frame_cases import BAD_SIGNING_KEYS
 
 BAD_SEALING_KEYS = {**crooked_keys.SEALING_TOO_LARGE, **crooked_keys.SEALING_LOW_ORDER}
 # RFC 8032, section 7.1, test 2.
