@@ -1,5 +1,7 @@
 """Hypothesis strategies for the values that frames and letters are made of."""
 
+import string
+
 from hypothesis import settings
 from hypothesis import strategies as st
 
