@@ -6,16 +6,19 @@ a peer that sends or reads a byte at a time is cut off whatever it does.
 
 import asyncio
 from collections.abc import Awaitable, Callable
+from contextlib import suppress
 from typing import Any, Final, cast
 
 import msgspec
 import structlog
 from aiohttp import web
 
-from agentmbx_protocol import bodies
-from agentmbx_protocol.errors import Malformed, Unavailable
+from agentmbx_protocol import bodies, limits
+from agentmbx_protocol.errors import Malformed, Refusal, Unavailable
 
 SCAN_S: Final = 1.0
+DRAIN_S: Final = 2.0
+DRAIN_BYTES_MAX: Final = 4 * limits.DEPOSIT_BYTES_MAX
 HEAD_BYTES_MAX: Final = 8190
 HEAD_LINES_MAX: Final = 64
 NEVER: Final = float("inf")
@@ -35,17 +38,33 @@ class Deadlines(msgspec.Struct, frozen=True):
 class Connection(web.RequestHandler):
     """One connection; `deadline` is when it is cut off unless its phase has ended by then."""
 
-    __slots__ = ("_deadlines", "_loop_time", "_resting", "deadline")
+    __slots__ = (
+        "_broken",
+        "_deadlines",
+        "_drain_bytes",
+        "_drained",
+        "_loop_time",
+        "_resting",
+        "deadline",
+    )
 
     def __init__(self, server: "ConnectionServer", **kwargs: Any) -> None:  # noqa: ANN401 - they are aiohttp's
         super().__init__(server, **kwargs)
         self._deadlines = server.deadlines
         self._loop_time = asyncio.get_running_loop().time
         self._resting = True
+        self._broken = False
+        self._drained: asyncio.Event | None = None
+        self._drain_bytes = DRAIN_BYTES_MAX
         self.deadline = self._loop_time() + self._deadlines.head_s
 
     def data_received(self, data: bytes) -> None:
-        """Start the deadline of the head with its first byte."""
+        """Start the deadline of the head with its first byte; drop what comes after a refusal."""
+        if self._drained is not None:
+            self._drain_bytes -= len(data)
+            if self._drain_bytes < 0:
+                self._drained.set()
+            return
         if self._resting:
             self._resting = False
             self.deadline = self._loop_time() + self._deadlines.head_s
@@ -62,12 +81,39 @@ class Connection(web.RequestHandler):
     async def finish_response(
         self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
     ) -> tuple[web.StreamResponse, bool]:
-        """Write the answer within its deadline, then rest until the next request."""
+        """Write the answer within its deadline, then rest until the next request.
+
+        An answer before the end of the request ends the connection.
+        """
         self.deadline = self._loop_time() + self._deadlines.write_s
+        early = not request.content.is_eof() or self._broken
+        if early:
+            resp.force_close()
         result = await super().finish_response(request, resp, start_time)
+        if early:
+            await self._drain()
         self._resting = True
         self.deadline = self._loop_time() + self._deadlines.idle_s
         return result
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        """Stop waiting for a peer that is gone."""
+        if self._drained is not None:
+            self._drained.set()
+        super().connection_lost(exc)
+
+    async def _drain(self) -> None:
+        # A peer that is cut off while it still sends meets a reset, and never reads the answer.
+        transport = self.transport
+        if transport is None:
+            return
+        self._drained = asyncio.Event()
+        if transport.can_write_eof():
+            transport.write_eof()
+        transport.resume_reading()
+        with suppress(TimeoutError):
+            async with asyncio.timeout(DRAIN_S):
+                await self._drained.wait()
 
     def handle_error(
         self,
@@ -78,11 +124,12 @@ class Connection(web.RequestHandler):
     ) -> web.StreamResponse:
         """Answer what is no HTTP with a problem that repeats nothing of it."""
         del request, message
+        self._broken = True
         log.info("bad_http", error=type(exc).__name__)
-        refusal = Malformed("This is not HTTP as the relay speaks it.")
+        refusal: Refusal = Malformed("This is not HTTP as the relay speaks it.")
         if status >= 500:  # noqa: PLR2004 - the HTTP class of server errors
-            refusal = Unavailable()  # type: ignore[assignment]
-        response = problem_response(bodies.problem(refusal), status)
+            refusal = Unavailable()
+        response = problem_response(refusal, status)
         response.force_close()
         return response
 
@@ -110,7 +157,7 @@ class ConnectionServer(web.Server):
             access_log=None,
             auto_decompress=False,
             keepalive_timeout=self.deadlines.idle_s,
-            lingering_time=2.0,
+            lingering_time=0,
             max_line_size=HEAD_BYTES_MAX,
             max_field_size=HEAD_BYTES_MAX,
             max_headers=HEAD_LINES_MAX,
@@ -136,10 +183,12 @@ class ConnectionServer(web.Server):
                     connection.transport.abort()
 
 
-def problem_response(body: bytes, status: int) -> web.Response:
+def problem_response(
+    refusal: Refusal, status: int, queue_state: bytes | None = None
+) -> web.Response:
     """A problem as an answer, without a word about the software or this machine."""
     return web.Response(
-        body=body,
+        body=bodies.problem(refusal, queue_state, status=status),
         status=status,
         content_type=bodies.PROBLEM_MEDIA_TYPE,
         headers={"Server": "agentmbx"},

@@ -84,8 +84,8 @@ def read_key(path: Path, warnings: list[str]) -> SigningKey:
     key_path = path / KEY_NAME
     try:
         handle = os.open(key_path, os.O_RDONLY | os.O_NOFOLLOW)
-        # Not "ascii": `relay invite` acts as the folder's owner by now, who perhaps may not read the
-        # interpreter's files, and that codec is loaded when it is used.
+        # Not "ascii": that codec is loaded when it is used, and `relay invite` acts as the folder's
+        # owner by now, who perhaps may not read the interpreter's files.
         with os.fdopen(handle, "r", encoding="utf-8") as file:
             mode = stat.S_IMODE(os.fstat(handle).st_mode)
             if mode & 0o077:

@@ -114,7 +114,7 @@ class Front:
     ) -> web.Response:
         self._metrics.refused(refusal)
         log.info("refused", code=refusal.code, status=status)
-        response = problem_response(bodies.problem(refusal, queue_state), status)
+        response = problem_response(refusal, status, queue_state)
         if isinstance(refusal, ShuttingDown):
             response.headers["Retry-After"] = str(_return_s())
             response.force_close()
@@ -128,7 +128,7 @@ async def metrics_page(
 ) -> web.StreamResponse:
     """What the metrics listener answers: the page at `/metrics`, and nothing else."""
     if request.method not in ("GET", "HEAD") or request.path != "/metrics":
-        return problem_response(bodies.problem(Malformed("Only GET /metrics is here.")), 404)
+        return problem_response(Malformed("Only GET /metrics is here."), 404)
     return web.Response(
         body=metrics.page(totals()),
         headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8", **_SERVER},

@@ -180,7 +180,7 @@ class SqliteStore:
             raise
 
     def _commit(
-        self, works: Sequence[Work[object]], *, touch: bool = False
+        self, works: Sequence[Work[object]], *, touch: bool = False, on_reserve: bool = False
     ) -> list[object | Refusal]:
         writer = self._writer
         transaction = SqliteTransaction(writer, self._mirror, free_bytes(self._path))
@@ -195,6 +195,8 @@ class SqliteStore:
                     outcomes.append(work(transaction))
                 except Refusal as refusal:
                     outcomes.append(refusal)
+            if on_reserve:
+                _refuse_deposits(transaction)
             if touch:
                 transaction.touch()
             transaction.finish()
@@ -210,7 +212,7 @@ class SqliteStore:
                 and not touch
                 and self._may_use_reserve(transaction)
             ):
-                return self._commit(works)
+                return self._commit(works, on_reserve=True)
             raise translated from error
         if transaction.written_bytes:
             self._mirror.lazy.clear()
@@ -280,6 +282,11 @@ class SqliteStore:
             files.write_reserve(self._reserve, RESERVE_BYTES)
         except OSError:
             self._reserve.unlink(missing_ok=True)
+
+
+def _refuse_deposits(transaction: SqliteTransaction) -> None:
+    if transaction.held_bytes:
+        raise StoreFull("the disk is full, and its reserve is for acks")
 
 
 def free_bytes(path: Path) -> int:
