@@ -85,15 +85,18 @@ def _iter_refused(data: bytes) -> Iterator[Refused]:
         yield Refused(position, refusal(retry_after_s=wait_s or None))
 
 
-def problem(refusal: Refusal, queue_state: bytes | None = None) -> bytes:
+def problem(
+    refusal: Refusal, queue_state: bytes | None = None, *, status: int | None = None
+) -> bytes:
     """The problem details of a refusal (RFC 9457) as JSON bytes.
 
-    `stale`, `superseded` and `retired` carry the signed `queue_state` that proves them.
+    `stale`, `superseded` and `retired` carry the signed `queue_state` that proves them. `status` is
+    that of the answer, where it is not the refusal's own.
     """
     document: dict[str, object] = {
         "type": _PROBLEM_TYPE + refusal.code,
         "title": refusal.title,
-        "status": refusal.status,
+        "status": status or refusal.status,
         "detail": refusal.detail,
         "code": refusal.code,
         "retryable": refusal.retryable,

@@ -5,6 +5,8 @@ a peer that sends or reads a byte at a time is cut off whatever it does.
 """
 
 import asyncio
+import socket
+import struct
 from collections.abc import Awaitable, Callable
 from contextlib import suppress
 from typing import Any, Final, cast
@@ -14,11 +16,12 @@ import structlog
 from aiohttp import web
 
 from agentmbx_protocol import bodies, limits
-from agentmbx_protocol.errors import Malformed, Refusal, Unavailable
+from agentmbx_protocol.errors import Malformed, Refusal, ShuttingDown, Unavailable
 
 SCAN_S: Final = 1.0
 DRAIN_S: Final = 2.0
 DRAIN_BYTES_MAX: Final = 4 * limits.DEPOSIT_BYTES_MAX
+BODIES_BYTES_MAX: Final = 64 * limits.DEPOSIT_BYTES_MAX
 HEAD_BYTES_MAX: Final = 8190
 HEAD_LINES_MAX: Final = 64
 NEVER: Final = float("inf")
@@ -39,21 +42,29 @@ class Connection(web.RequestHandler):
     """One connection; `deadline` is when it is cut off unless its phase has ended by then."""
 
     __slots__ = (
+        "_body",
+        "_body_bytes",
         "_broken",
         "_deadlines",
         "_drain_bytes",
         "_drained",
         "_loop_time",
         "_resting",
+        "_server",
         "deadline",
+        "reading",
     )
 
     def __init__(self, server: "ConnectionServer", **kwargs: Any) -> None:  # noqa: ANN401 - they are aiohttp's
         super().__init__(server, **kwargs)
         self._deadlines = server.deadlines
         self._loop_time = asyncio.get_running_loop().time
+        self._server = server
+        self._body: list[bytes] = []
+        self._body_bytes = 0
         self._resting = True
         self._broken = False
+        self.reading = False
         self._drained: asyncio.Event | None = None
         self._drain_bytes = DRAIN_BYTES_MAX
         self.deadline = self._loop_time() + self._deadlines.head_s
@@ -70,13 +81,43 @@ class Connection(web.RequestHandler):
             self.deadline = self._loop_time() + self._deadlines.head_s
         super().data_received(data)
 
-    def reading_body(self) -> None:
-        """Say that the head is here and the body comes next."""
+    def reading_body(self) -> list[bytes]:
+        """Say that the head is here; the list is for the parts of the body, while they are wanted.
+
+        It is emptied when the connection ends, however long others still refer to it.
+        """
+        self.reading = True
         self.deadline = self._loop_time() + self._deadlines.body_s
+        return self._body
+
+    def took(self, length: int) -> None:
+        """Say that so many bytes of a body were read."""
+        self._body_bytes += length
+        self._server.count_body(length)
+
+    def refuse(self, refusal: Refusal) -> None:
+        """Let the reader of the body meet this refusal instead of the rest of it."""
+        if self._current_request is not None:
+            self._current_request.content.set_exception(refusal)
 
     def working(self) -> None:
         """Say that the request is here, and how long its answer takes is ours to decide."""
+        self.reading = False
         self.deadline = NEVER
+
+    def cut_off(self) -> None:
+        """End it at once; what the peer has not read is dropped from the system's buffers too."""
+        self._let_go_of_body()
+        if self.transport is not None:
+            plug = self.transport.get_extra_info("socket")
+            plug.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            self.transport.abort()
+
+    def _let_go_of_body(self) -> None:
+        self.reading = False
+        self._server.count_body(-self._body_bytes)
+        self._body_bytes = 0
+        self._body.clear()
 
     async def finish_response(
         self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
@@ -85,6 +126,7 @@ class Connection(web.RequestHandler):
 
         An answer before the end of the request ends the connection.
         """
+        self._let_go_of_body()
         self.deadline = self._loop_time() + self._deadlines.write_s
         early = not request.content.is_eof() or self._broken
         if early:
@@ -98,6 +140,7 @@ class Connection(web.RequestHandler):
 
     def connection_lost(self, exc: BaseException | None) -> None:
         """Stop waiting for a peer that is gone."""
+        self._let_go_of_body()
         if self._drained is not None:
             self._drained.set()
         super().connection_lost(exc)
@@ -147,6 +190,7 @@ class ConnectionServer(web.Server):
         super().__init__(handler)
         self.deadlines = deadlines
         self._connections_max = connections_max
+        self._bodies_bytes = 0
         self.refused_count = 0
 
     def __call__(self) -> Connection:
@@ -171,6 +215,26 @@ class ConnectionServer(web.Server):
             log.warning("too_many_connections", connections_max=self._connections_max)
             transport.abort()
 
+    def drain(self) -> None:
+        """Refuse the requests that are still arriving; aiohttp reads no more of them in a stop."""
+        for connection in self.connections:
+            if cast("Connection", connection).reading:
+                cast("Connection", connection).refuse(ShuttingDown())
+
+    def count_body(self, length: int) -> None:
+        """Count bytes of bodies; beyond a bound the slowest one, which began first, is cut off.
+
+        An honest body is here within moments; one that helps to fill the bound is not.
+        """
+        self._bodies_bytes += length
+        while self._bodies_bytes > BODIES_BYTES_MAX:
+            each = (cast("Connection", connection) for connection in self.connections)
+            reading = [connection for connection in each if connection.reading]
+            if not reading:
+                return
+            log.warning("too_many_bytes_of_bodies", bytes_max=BODIES_BYTES_MAX)
+            min(reading, key=lambda connection: connection.deadline).cut_off()
+
     async def cut_off_slow(self) -> None:
         """Look at every connection once a second, until cancelled."""
         loop = asyncio.get_running_loop()
@@ -180,7 +244,7 @@ class ConnectionServer(web.Server):
             for connection in self.connections:
                 if cast("Connection", connection).deadline < now and connection.transport:
                     log.info("slow_connection_cut_off")
-                    connection.transport.abort()
+                    cast("Connection", connection).cut_off()
 
 
 def problem_response(

@@ -141,16 +141,17 @@ async def _read_body(request: web.BaseRequest, bytes_max: int) -> bytes:
         raise HttpRefusal(Malformed("A body is never compressed."), 415)
     if (request.content_length or 0) > bytes_max:
         raise TooLarge
-    if isinstance(connection, Connection):
-        connection.reading_body()
+    chunks = connection.reading_body() if isinstance(connection, Connection) else []
     if request.headers.get("Expect", "").lower() == "100-continue":
         await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         request.writer.output_size = 0
-    chunks, length = [], 0
+    length = 0
     while chunk := await request.content.readany():
         length += len(chunk)
         if length > bytes_max:
             raise TooLarge
+        if isinstance(connection, Connection):
+            connection.took(len(chunk))
         chunks.append(chunk)
     if isinstance(connection, Connection):
         connection.working()

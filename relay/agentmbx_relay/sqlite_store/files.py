@@ -52,6 +52,7 @@ def open_writer(path: Path, relay_key: bytes, connect: Connect) -> sqlite3.Conne
     """
     connection = None
     try:
+        _look_first(path, relay_key)
         connection = connect(
             uri(path, "rw"),
             uri=True,
@@ -59,7 +60,6 @@ def open_writer(path: Path, relay_key: bytes, connect: Connect) -> sqlite3.Conne
             check_same_thread=False,
             timeout=BUSY_TIMEOUT_S,
         )
-        _check_identity(connection, path, relay_key)
         _set_pragmas(connection, path)
         busy = connection.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()[0]
     except (sqlite3.Error, StoreUnfit) as error:
@@ -92,6 +92,7 @@ def short_visit(path: Path) -> Iterator[sqlite3.Connection]:
             f"`agentmbx relay serve --data {path.parent}`."
         )
     try:
+        _look_first(path, None)
         with closing(
             sqlite3.connect(
                 uri(path, "rw"),
@@ -101,7 +102,6 @@ def short_visit(path: Path) -> Iterator[sqlite3.Connection]:
             )
         ) as connection:
             connection.execute("PRAGMA synchronous = FULL")
-            _check_identity(connection, path, None)
             connection.execute("BEGIN IMMEDIATE")
             yield connection
             connection.execute("COMMIT")
@@ -154,6 +154,15 @@ def unfit_text(path: Path, error: sqlite3.Error) -> str:
         "Nothing was changed. Keep a copy of the folder and restore the last backup.",
     )
     return f"The store {path} cannot be used ({name}). {hint}"
+
+
+def _look_first(path: Path, relay_key: bytes | None) -> None:
+    # A connection that may write would, when it is closed, write the log of a store into it, be it
+    # another relay's or a newer program's.
+    with closing(
+        sqlite3.connect(uri(path, "ro"), uri=True, isolation_level=None, timeout=BUSY_TIMEOUT_S)
+    ) as connection:
+        _check_identity(connection, path, relay_key)
 
 
 def _check_identity(connection: sqlite3.Connection, path: Path, relay_key: bytes | None) -> None:
