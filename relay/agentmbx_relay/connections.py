@@ -215,11 +215,12 @@ class ConnectionServer(web.Server):
             log.warning("too_many_connections", connections_max=self._connections_max)
             transport.abort()
 
-    def drain(self) -> None:
-        """Refuse the requests that are still arriving; aiohttp reads no more of them in a stop."""
+    def pre_shutdown(self) -> None:
+        """Refuse the requests that are still arriving; aiohttp reads no more of them after this."""
         for connection in self.connections:
             if cast("Connection", connection).reading:
                 cast("Connection", connection).refuse(ShuttingDown())
+        super().pre_shutdown()
 
     def count_body(self, length: int) -> None:
         """Count bytes of bodies; beyond a bound the slowest one, which began first, is cut off.

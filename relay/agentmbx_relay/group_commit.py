@@ -22,7 +22,7 @@ from agentmbx_relay.store import (
 T = TypeVar("T")
 
 BATCH_WORKS_MAX: Final = 512
-BATCH_BYTES_MAX: Final = 16 * 1024 * 1024
+BATCH_BYTES_MAX: Final = 4 * 1024 * 1024
 RETRY_S: Final = 5
 
 log = structlog.get_logger("agentmbx.relay")
@@ -31,6 +31,7 @@ log = structlog.get_logger("agentmbx.relay")
 class _Waiting(msgspec.Struct):
     work: Work[object]
     length: int
+    digests: Sequence[bytes]
     done: asyncio.Future[object]
 
 
@@ -51,18 +52,19 @@ class GroupCommit:
         self.broken = asyncio.Event()
         self.failing = False
 
-    async def submit(self, work: Work[T], *, length: int = 0) -> T:
+    async def submit(self, work: Work[T], *, length: int = 0, digests: Sequence[bytes] = ()) -> T:
         """What `work` returns, once that is durable.
 
         `length` is how many bytes of envelopes it may add; work with a length is refused first
-        when the disk is full. Raises the `Refusal` that the work raised, or `RelayFull` or
+        when the disk is full. `digests` are those that it will ask the store
+        about. Raises the `Refusal` that the work raised, or `RelayFull` or
         `Unavailable` when the commit did not happen. If the caller is cancelled the work may
         still be done; nothing else is affected.
         """
         if self._stopping or self.broken.is_set():
             raise Unavailable(retry_after_s=RETRY_S)
         done = asyncio.get_running_loop().create_future()
-        self._waiting.append(_Waiting(cast("Work[object]", work), length, done))
+        self._waiting.append(_Waiting(cast("Work[object]", work), length, digests, done))
         self._arrived.set()
         return cast("T", await done)
 
@@ -113,7 +115,9 @@ class GroupCommit:
             return
         started = time.perf_counter()
         try:
-            outcomes = await self._store.commit([each.work for each in batch])
+            outcomes = await self._store.commit(
+                [each.work for each in batch], [name for each in batch for name in each.digests]
+            )
         except StoreError as error:
             await self._failed(batch, error)
         except Exception as error:  # noqa: BLE001 - whatever work does wrong must not stop others

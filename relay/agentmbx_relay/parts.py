@@ -19,8 +19,8 @@ from agentmbx_relay.metrics import Metrics
 from agentmbx_relay.quota import Quota
 from agentmbx_relay.relay import Policy, Relay
 from agentmbx_relay.settings import Settings
+from agentmbx_relay.signatures import Signatures
 from agentmbx_relay.store import Store, Transaction
-from agentmbx_relay.verifier import Verifier
 
 log = structlog.get_logger("agentmbx.relay")
 
@@ -57,10 +57,10 @@ def build(
     saved_ms, saved_wall_ms = store.saved_clock()
     clock = RelayClock(saved_ms, saved_wall_ms, now_wall_ms=wall_ms())
     commits = GroupCommit(store, metrics)
-    verifier = Verifier()
+    signatures = Signatures(key)
     quota = Quota(settings.queue_bytes_max, settings.relay_bytes_max, settings.disk_reserve)
     policy = Policy(settings.name, settings.open, settings.queues_max, quota)
-    relay = Relay(key, store, commits, verifier, clock=clock, policy=policy, metrics=metrics)
+    relay = Relay(key, store, commits, signatures, clock=clock, policy=policy, metrics=metrics)
     health = Health()
     maintenance = Maintenance(store, commits, clock=clock, metrics=metrics, health=health)
     server = ConnectionServer(
@@ -75,7 +75,7 @@ def build(
     )
     workers = [
         Worker("commits", commits.run),
-        Worker("verifier", verifier.run),
+        Worker("signatures", signatures.run),
         Worker("maintenance", maintenance.run),
         Worker("connections", server.cut_off_slow),
     ]

@@ -38,8 +38,8 @@ from agentmbx_relay.clock import RelayClock
 from agentmbx_relay.group_commit import GroupCommit
 from agentmbx_relay.metrics import Metrics
 from agentmbx_relay.quota import Quota
+from agentmbx_relay.signatures import Signatures
 from agentmbx_relay.store import Deposit, Queue, Store
-from agentmbx_relay.verifier import Verifier
 
 _FLAGS: Final = {"stale": Flag.STALE, "superseded": Flag.SUPERSEDED, "retired": Flag.RETIRED}
 
@@ -70,7 +70,7 @@ class Relay:
         key: SigningKey,
         store: Store,
         commits: GroupCommit,
-        verifier: Verifier,
+        signatures: Signatures,
         *,
         clock: RelayClock,
         policy: Policy,
@@ -79,7 +79,7 @@ class Relay:
         self._key = key
         self._store = store
         self._commits = commits
-        self._verifier = verifier
+        self._signatures = signatures
         self._clock = clock
         self._policy = policy
         self._metrics = metrics
@@ -91,6 +91,10 @@ class Relay:
     def poll_count(self) -> int:
         """How many collects wait now."""
         return len(self._polls)
+
+    @property
+    def _alone(self) -> bool:
+        return self._deposits_under_way == 1
 
     def info(self) -> dict[str, object]:
         """What `GET /v1/info` answers."""
@@ -130,8 +134,8 @@ class Relay:
         listed = self._store.sender(queue_key, signer)
         if listed is None:
             raise NoSuchQueue
-        verdicts = await self._verifier.verify(
-            [parcel.frame for parcel in good], alone=self._deposits_under_way == 1
+        verdicts = await self._signatures.verify(
+            [parcel.frame for parcel in good], alone=self._alone
         )
         refused = {id(p): verdict for p, verdict in zip(good, verdicts, strict=True) if verdict}
         taken = {p.digest: p for p in good if id(p) not in refused}
@@ -147,7 +151,7 @@ class Relay:
         ]
         if holding.new_count:
             self._wake(holding.queue_id)
-        answer = self._answer_deposit(queue_key, outcomes)
+        answer = await self._answer_deposit(queue_key, outcomes)
         duplicates = sum(not isinstance(each, Refusal) for each in outcomes) - holding.new_count
         self._metrics.deposited(holding.new_count, duplicates, time.perf_counter() - started)
         return answer
@@ -230,9 +234,10 @@ class Relay:
             quota=self._policy.quota,
             now_ms=now_ms,
         )
-        return await self._commits.submit(work, length=sum(each.length for each in deposits))
+        length = sum(each.length for each in deposits)
+        return await self._commits.submit(work, length=length, digests=list(taken))
 
-    def _answer_deposit(
+    async def _answer_deposit(
         self, queue_key: bytes, outcomes: Sequence[custody.HeldFact | Refusal]
     ) -> bytes:
         held = {each.digest: each for each in outcomes if isinstance(each, custody.HeldFact)}
@@ -245,8 +250,9 @@ class Relay:
             raise refused[0].refusal
         for each in refused:
             self._metrics.refused(each.refusal)
-        statement = custody.make_held(self._key, queue_key, held.values())
-        return bodies.make_deposit_answer(statement, refused)
+        head, message = custody.unsigned_held(self._key.public, queue_key, held.values())
+        signature = await self._signatures.sign(message, alone=self._alone)
+        return bodies.make_deposit_answer(head + signature, refused)
 
     async def _wait_for_mail(self, queue: Queue, bytes_max: int, wait_s: int) -> list[bytes]:
         arrived = asyncio.Event()

@@ -96,7 +96,7 @@ async def _run_in(folder: DataFolder, settings: relay_settings.Settings) -> bool
                 await _either(stopping, parts.commits.broken)
                 log.info("relay_stopping", broken=parts.commits.broken.is_set())
                 parts.relay.drain()
-            for name in ("connections", "maintenance", "verifier"):
+            for name in ("connections", "maintenance", "signatures"):
                 tasks[name].cancel()
             parts.commits.stop()
     log.info("relay_stopped")

@@ -190,8 +190,12 @@ class Store(Protocol):
     Any number of tasks may read; `commit` is called by one task at a time.
     """
 
-    async def commit(self, works: Sequence[Work[object]]) -> Sequence[object | Refusal]:
+    async def commit(
+        self, works: Sequence[Work[object]], expected: Sequence[bytes] = ()
+    ) -> Sequence[object | Refusal]:
         """Run `works` in order in one transaction and make it durable before returning.
+
+        `expected` are digests that the works will ask about; a store may look them all up at once.
 
         Each outcome is what its work returned, or the `Refusal` that it raised; work raises only
         before its first verb that writes. Raises `StoreFull`, `StoreBusy` or `StoreBroken`: then

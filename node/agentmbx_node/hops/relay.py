@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 from collections.abc import Mapping, Sequence
 from typing import Final
 from urllib.parse import urlsplit
@@ -92,7 +93,10 @@ class RelayHop:
         """Offer 1 to 64 envelopes for one queue; raises `NotBelieved` for a false `held`."""
         body = bodies.join_frames(parcel.frame.data for parcel in envelopes)
         answer = await self._post("v1/deposit", body)
-        statement, refused = bodies.parse_deposit_answer(answer, len(envelopes))
+        try:
+            statement, refused = bodies.parse_deposit_answer(answer, len(envelopes))
+        except ProtocolError as error:
+            raise _not_a_relay() from error
         return Deposited(custody.believe_held(statement, self.relay_key, envelopes), refused)
 
     async def collect(self, command: bytes, wait_s: int = 0) -> Collected:
@@ -204,7 +208,7 @@ def _reason(error: Exception) -> str:
 
 
 def _seconds(text: str | None) -> int | None:
-    return int(text) if text and text.isdecimal() and len(text) < 6 else None  # noqa: PLR2004
+    return int(text) if text and re.fullmatch("[0-9]{1,5}", text) else None
 
 
 def _is_state(data: bytes) -> bool:

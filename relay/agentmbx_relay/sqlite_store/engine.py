@@ -1,4 +1,4 @@
-"""The relay's store on SQLite: one writer thread, group commits, reads beside it.
+"""The relay's store on SQLite: one writer, group commits, reads beside it.
 
 WAL with synchronous=FULL, read back at start. Queues, senders and running totals are mirrored in
 memory by the writer; a failed commit reloads them. Checkpoints are explicit, so that a failed
@@ -57,6 +57,10 @@ _WAITING: Final = f"""
 """  # noqa: S608 - the only value in it is a constant
 
 
+class _UseReserve(Exception):
+    """The commit found no room, and may be done again with that of the reserve."""
+
+
 class SqliteStore:
     """A `store.Store` in one SQLite file with a reserve file beside it.
 
@@ -70,6 +74,7 @@ class SqliteStore:
         self._mirror = mirror
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="store")
         self._reader: aiosqlite.Connection | None = None
+        self._turn = asyncio.Lock()
         self._unsynced_bytes = 0
         self._broken: StoreBroken | None = None
         self._closed = False
@@ -101,12 +106,16 @@ class SqliteStore:
         except sqlite3.Error as error:
             writer.close()
             raise StoreUnfit(files.unfit_text(path, error)) from error
+        # From now on nothing waits on the event loop for another process: see `_begin`.
+        writer.execute("PRAGMA busy_timeout = 0")
         await asyncio.to_thread(store._take_reserve)
         return store
 
-    async def commit(self, works: Sequence[Work[object]]) -> Sequence[object | Refusal]:
+    async def commit(
+        self, works: Sequence[Work[object]], expected: Sequence[bytes] = ()
+    ) -> Sequence[object | Refusal]:
         """See `store.Store.commit`."""
-        return await self._write(partial(self._commit, works))
+        return await self._commit(works, expected)
 
     def sender(self, queue: bytes, signer: bytes) -> tuple[Queue, Sender] | None:
         """See `store.Store.sender`."""
@@ -124,7 +133,7 @@ class SqliteStore:
 
     async def check(self) -> None:
         """See `store.Store.check`; rewrites the one row of the relay."""
-        await self._write(partial(self._commit, [], touch=True))
+        await self._commit([], touch=True)
 
     def saved_clock(self) -> tuple[int, int]:
         """See `store.Store.saved_clock`."""
@@ -132,7 +141,13 @@ class SqliteStore:
 
     async def tidy(self) -> None:
         """See `store.Store.tidy`."""
-        await self._write(self._tidy)
+        async with self._turn:
+            self._raise_if_broken()
+            try:
+                await self._in_thread(self._tidy)
+            except StoreBroken as error:
+                self._broken = error
+                raise
 
     def totals(self) -> Mapping[str, int]:
         """See `store.Store.totals`."""
@@ -151,24 +166,17 @@ class SqliteStore:
             return
         self._closed = True
         try:
-            await self._in_thread(self._close_writer)
+            async with self._turn:
+                await self._in_thread(self._close_writer)
         finally:
             self._thread.shutdown(wait=True)
             if self._reader is not None:
                 await self._reader.close()
 
-    async def _write(self, step: Callable[[], T]) -> T:
-        return await self._in_thread(partial(self._unless_broken, step))
-
-    def _unless_broken(self, step: Callable[[], T]) -> T:
+    def _raise_if_broken(self) -> None:
         # After a failed fsync a later one may succeed although the data is gone (rule 1).
         if self._broken is not None:
             raise self._broken
-        try:
-            return step()
-        except StoreBroken as error:
-            self._broken = error
-            raise
 
     async def _in_thread(self, step: Callable[[], T]) -> T:
         # A caller that is cancelled must not leave a commit behind that nobody waits for.
@@ -179,17 +187,75 @@ class SqliteStore:
             await asyncio.wait([future])
             raise
 
-    def _commit(
-        self, works: Sequence[Work[object]], *, touch: bool = False, on_reserve: bool = False
+    async def _commit(
+        self,
+        works: Sequence[Work[object]],
+        expected: Sequence[bytes] = (),
+        *,
+        touch: bool = False,
+        on_reserve: bool = False,
     ) -> list[object | Refusal]:
-        writer = self._writer
-        transaction = SqliteTransaction(writer, self._mirror, free_bytes(self._path))
+        """Decide and write on the event loop, which takes microseconds; sync in the thread.
+
+        Writing in the thread too was slower: each statement gives up Python's lock there and waits
+        for it again beside a busy loop.
+        """
+        async with self._turn:
+            self._raise_if_broken()
+            try:
+                await self._begin()
+                transaction, outcomes = self._do(
+                    works, expected, touch=touch, on_reserve=on_reserve
+                )
+                await self._in_thread(partial(self._end, transaction, touch=touch))
+            except StoreBroken as error:
+                self._broken = error
+                raise
+            except _UseReserve:
+                pass
+            else:
+                return outcomes
+        return await self._commit(works, expected, on_reserve=True)
+
+    async def _begin(self) -> None:
+        begin = partial(self._writer.execute, "BEGIN IMMEDIATE")
         try:
-            writer.execute("BEGIN IMMEDIATE")
+            begin()
+        except sqlite3.OperationalError as error:
+            if not isinstance(_translate(error), StoreBusy):
+                raise _translate(error) from error
+        else:
+            return
+        try:
+            await self._in_thread(partial(self._begin_patiently, begin))
+        except asyncio.CancelledError:
+            if self._writer.in_transaction:
+                self._writer.execute("ROLLBACK")
+            raise
+
+    def _begin_patiently(self, begin: Callable[[], object]) -> None:
+        try:
+            self._writer.execute(f"PRAGMA busy_timeout = {int(files.BUSY_TIMEOUT_S * 1000)}")
+            begin()
         except sqlite3.Error as error:
             raise _translate(error) from error
+        finally:
+            self._writer.execute("PRAGMA busy_timeout = 0")
+
+    def _do(
+        self,
+        works: Sequence[Work[object]],
+        expected: Sequence[bytes],
+        *,
+        touch: bool,
+        on_reserve: bool,
+    ) -> tuple[SqliteTransaction, list[object | Refusal]]:
         outcomes: list[object | Refusal] = []
+        transaction = None
         try:
+            transaction = SqliteTransaction(
+                self._writer, self._mirror, free_bytes(self._path), expected
+            )
             for work in works:
                 try:
                     outcomes.append(work(transaction))
@@ -200,27 +266,36 @@ class SqliteStore:
             if touch:
                 transaction.touch()
             transaction.finish()
-            writer.execute("COMMIT")
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001 - whatever it is, nothing of it may stay
             self._undo(transaction)
-            if not isinstance(error, sqlite3.DatabaseError) or isinstance(error, _BUGS):
-                raise
-            translated = _translate(error)
-            # A check asks whether there is room; it must not use up that of the acks.
-            if (
-                isinstance(translated, StoreFull)
-                and not touch
-                and self._may_use_reserve(transaction)
-            ):
-                return self._commit(works, on_reserve=True)
-            raise translated from error
+            raise self._failure(error, transaction, touch=touch) from None
+        return transaction, outcomes
+
+    def _end(self, transaction: SqliteTransaction, *, touch: bool) -> None:
+        try:
+            self._writer.execute("COMMIT")
+        except sqlite3.Error as error:
+            self._undo(transaction)
+            raise self._failure(error, transaction, touch=touch) from None
         if transaction.written_bytes:
             self._mirror.lazy.clear()
         self._checkpoint_if_due(transaction.written_bytes)
-        return outcomes
 
-    def _undo(self, transaction: SqliteTransaction) -> None:
-        transaction.undo_counters()
+    def _failure(
+        self, error: BaseException, transaction: SqliteTransaction | None, *, touch: bool
+    ) -> BaseException:
+        if not isinstance(error, sqlite3.DatabaseError) or isinstance(error, _BUGS):
+            return error
+        translated = _translate(error)
+        # A check asks whether there is room; it must not use up that of the acks.
+        full = isinstance(translated, StoreFull) and not touch
+        if full and transaction is not None and self._may_use_reserve(transaction):
+            return _UseReserve()
+        return translated
+
+    def _undo(self, transaction: SqliteTransaction | None) -> None:
+        if transaction is not None:
+            transaction.undo_counters()
         try:
             if self._writer.in_transaction:
                 self._writer.execute("ROLLBACK")
@@ -244,9 +319,11 @@ class SqliteStore:
         try:
             if self._broken is None:
                 if self._mirror.lazy:
-                    self._commit([], touch=True)
+                    self._writer.execute("BEGIN IMMEDIATE")
+                    transaction, _ = self._do([], (), touch=True, on_reserve=False)
+                    self._end(transaction, touch=True)
                 self._writer.execute("PRAGMA wal_checkpoint(TRUNCATE)").fetchone()
-        except (sqlite3.Error, StoreError):
+        except (sqlite3.Error, StoreError, _UseReserve):
             # What is committed is in the log and comes back at the next start.
             pass
         finally:

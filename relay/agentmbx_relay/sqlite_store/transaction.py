@@ -2,7 +2,7 @@
 
 import sqlite3
 from collections.abc import Sequence
-from typing import Final
+from typing import Any, Final, TypeVar
 
 from agentmbx_protocol import limits
 from agentmbx_protocol.custody import HeldFact
@@ -11,17 +11,46 @@ from agentmbx_relay.store import Deposit, Invite, Queue, Sender, Swept
 
 RETIRED_KEPT_MS: Final = 90 * 24 * 3600 * 1000
 TEMPORARY_KEPT_MS: Final = 24 * 3600 * 1000
+ROWS_MAX: Final = 64
 _ROW_BYTES: Final = 4096
+_FACTS: Final = "SELECT digest, length, accepted_ms, until_ms FROM envelope WHERE digest IN "
+_ACKABLE: Final = "SELECT queue, seq, sender, length FROM envelope WHERE held = 1 AND digest IN "
+_INSERT: Final = (
+    "INSERT INTO envelope (seq, queue, sender, digest, length, accepted_ms, until_ms, held) VALUES "
+)
+_INSERT_BYTES: Final = "INSERT INTO envelope_bytes (seq, data) VALUES "
+_COUNTERS: Final = (
+    "WITH v (id, counter, instance) AS (VALUES {}) UPDATE queue"
+    " SET counter = v.counter, instance = v.instance FROM v WHERE queue.id = v.id"
+)
+
+T = TypeVar("T")
+_Row = tuple[int, int, int, bytes, int, int, int]
 
 
 class SqliteTransaction:
-    """See `store.Transaction`; `held_bytes` and `written_bytes` tell the store what it did."""
+    """See `store.Transaction`; `held_bytes` and `written_bytes` tell the store what it did.
 
-    def __init__(self, connection: sqlite3.Connection, mirror: Mirror, free_bytes: int) -> None:
+    Each statement that SQLite runs gives up Python's lock and must win it again, so rows go in and
+    out many to a statement: new envelopes are gathered and written before anything else looks at
+    them, and what is known of `expected` digests is read at once.
+    """
+
+    def __init__(
+        self,
+        connection: sqlite3.Connection,
+        mirror: Mirror,
+        free_bytes: int,
+        expected: Sequence[bytes] = (),
+    ) -> None:
         self._connection = connection
         self._mirror = mirror
         self._free_bytes = free_bytes
         self._before: dict[int, tuple[int, bytes]] = {}
+        self._new: dict[bytes, tuple[_Row, bytes]] = {}
+        self._known: dict[bytes, HeldFact | None] = dict.fromkeys(expected)
+        for row in self._select(_FACTS, list(self._known)):
+            self._known[row[0]] = HeldFact(*row)
         self.held_bytes = 0
         self.written_bytes = 0
 
@@ -118,64 +147,57 @@ class SqliteTransaction:
 
     def find(self, digest: bytes) -> HeldFact | None:
         """See `store.Transaction.find`."""
-        row = self._connection.execute(
-            "SELECT digest, length, accepted_ms, until_ms FROM envelope WHERE digest = ?", (digest,)
-        ).fetchone()
-        return HeldFact(*row) if row else None
+        if digest not in self._known:
+            rows = self._select(_FACTS, [digest])
+            self._known[digest] = HeldFact(*rows[0]) if rows else None
+        return self._known[digest]
 
     def hold(
         self, queue: Queue, sender: Sender, deposit: Deposit, now_ms: int
     ) -> tuple[HeldFact, bool]:
         """See `store.Transaction.hold`."""
+        known = self.find(deposit.digest)
+        if known is not None:
+            if known.until_ms > now_ms:
+                return known, False
+            self._write_new()
+            self._remove("WHERE digest = ?", (deposit.digest,))
         mirror = self._mirror
         fact = HeldFact(deposit.digest, deposit.length, now_ms, now_ms + deposit.ttl_s * 1000)
-        row = (mirror.next_seq, queue.id, sender.id, *_columns(fact))
-        insert = (
-            "INSERT INTO envelope (seq, queue, sender, digest, length, accepted_ms, until_ms, held)"
-            " VALUES (?, ?, ?, ?, ?, ?, ?, 1) ON CONFLICT (digest) DO NOTHING"
+        self._new[deposit.digest] = (
+            (mirror.next_seq, queue.id, sender.id, *_columns(fact)),
+            deposit.data,
         )
-        # Counted first: a deposit that finds no room must not be given the reserve of the acks.
-        self.held_bytes += deposit.length
-        if self._connection.execute(insert, row).rowcount == 0:
-            known = self.find(deposit.digest)
-            if known is not None and known.until_ms > now_ms:
-                self.held_bytes -= deposit.length
-                return known, False
-            self._remove("WHERE digest = ?", (deposit.digest,))
-            self._connection.execute(insert, row)
-        self._write(
-            "INSERT INTO envelope_bytes (seq, data) VALUES (?, ?)",
-            (mirror.next_seq, deposit.data),
-        )
+        self._known[deposit.digest] = fact
         mirror.next_seq += 1
         mirror.envelopes += 1
         mirror.newest_ms = max(mirror.newest_ms, now_ms)
         mirror.charge(queue, sender, deposit.length)
-        self.written_bytes += deposit.length
+        self.held_bytes += deposit.length
+        self.written_bytes += deposit.length + _ROW_BYTES
         return fact, True
 
     def ack(self, queue: Queue, digests: Sequence[bytes]) -> int:
         """See `store.Transaction.ack`."""
-        count = 0
-        for digest in digests:
-            row = self._connection.execute(
-                "UPDATE envelope SET held = 0 WHERE digest = ? AND queue = ? AND held = 1"
-                " RETURNING seq, sender, length",
-                (digest, queue.id),
-            ).fetchone()
-            if row is None:
-                continue
-            seq, sender_id, length = row
-            self._write("DELETE FROM envelope_bytes WHERE seq = ?", (seq,))
+        self._write_new()
+        rows = [
+            row
+            for row in self._select(_ACKABLE, list(dict.fromkeys(digests)))
+            if row[0] == queue.id
+        ]
+        seqs = [row[1] for row in rows]
+        self._change("UPDATE envelope SET held = 0 WHERE seq IN ", seqs)
+        self._change("DELETE FROM envelope_bytes WHERE seq IN ", seqs)
+        for _, _, sender_id, length in rows:
             sender = self._mirror.senders[sender_id]
             self._mirror.charge(queue, sender, limits.TOMBSTONE_BYTES - length)
-            count += 1
-        self._mirror.envelopes -= count
-        self._mirror.tombstones += count
-        return count
+        self._mirror.envelopes -= len(rows)
+        self._mirror.tombstones += len(rows)
+        return len(rows)
 
     def sweep(self, now_ms: int, rows_max: int) -> Swept:
         """See `store.Transaction.sweep`."""
+        self._write_new()
         ended = [q for q in self._mirror.queues.values() if 0 < q.ends_ms <= now_ms]
         for queue in ended:
             if not queue.retired:
@@ -214,12 +236,14 @@ class SqliteTransaction:
         self._write("UPDATE relay SET clock_ms = clock_ms", ())
 
     def finish(self) -> None:
-        """Write what is lazy, if anything at all is written."""
+        """Write what is gathered, and what is lazy if anything at all is written."""
+        self._write_new()
         if self.written_bytes:
-            self._connection.executemany(
-                "UPDATE queue SET counter = ?, instance = ? WHERE id = ?",
-                [(queue.counter, queue.instance, queue.id) for queue in self._mirror.lazy.values()],
-            )
+            for part in _parts(list(self._mirror.lazy.values()), ROWS_MAX):
+                self._connection.execute(
+                    _COUNTERS.format(_tuples(3, len(part))),
+                    [value for q in part for value in (q.id, q.counter, q.instance)],
+                )
 
     def undo_counters(self) -> None:
         """Take back the counters that this transaction moved, since it was rolled back.
@@ -236,24 +260,46 @@ class SqliteTransaction:
         self.written_bytes += _ROW_BYTES
         return self._connection.execute(statement, tuple(values))
 
+    def _write_new(self) -> None:
+        new, self._new = self._new, {}
+        for part in _parts(list(new.values()), ROWS_MAX):
+            self._connection.execute(
+                _INSERT + _tuples(8, len(part)), [value for row, _ in part for value in (*row, 1)]
+            )
+            self._connection.execute(
+                _INSERT_BYTES + _tuples(2, len(part)),
+                [value for row, data in part for value in (row[0], data)],
+            )
+
+    def _select(self, statement: str, keys: Sequence[bytes]) -> list[tuple[Any, ...]]:
+        rows: list[tuple[Any, ...]] = []
+        for part in _parts(keys, ROWS_MAX):
+            found = self._connection.execute(statement + _tuples(len(part), 1), part)
+            rows += found.fetchall()
+        return rows
+
+    def _change(self, statement: str, seqs: Sequence[int]) -> None:
+        for part in _parts(seqs, ROWS_MAX):
+            self._connection.execute(statement + _tuples(len(part), 1), part)
+        self.written_bytes += len(seqs) * _ROW_BYTES
+
     def _remove(self, where: str, values: Sequence[object]) -> tuple[int, int]:
         rows = self._connection.execute(
-            f"SELECT seq, queue, sender, length, held FROM envelope {where}",  # noqa: S608
+            f"SELECT seq, queue, sender, length, held, digest FROM envelope {where}",  # noqa: S608
             tuple(values),
         ).fetchall()
-        held_count = 0
-        for seq, queue_id, sender_id, length, held in rows:
-            self._write("DELETE FROM envelope WHERE seq = ?", (seq,))
+        self._change("DELETE FROM envelope WHERE seq IN ", [row[0] for row in rows])
+        held_seqs = [row[0] for row in rows if row[4]]
+        self._change("DELETE FROM envelope_bytes WHERE seq IN ", held_seqs)
+        for _, queue_id, sender_id, length, held, digest in rows:
             queue, sender = self._mirror.by_id[queue_id], self._mirror.senders[sender_id]
-            if held:
-                held_count += 1
-                self._write("DELETE FROM envelope_bytes WHERE seq = ?", (seq,))
             self._mirror.charge(queue, sender, -(length if held else limits.TOMBSTONE_BYTES))
             if not sender.used and not sender.listed:
                 self._forget_sender(queue, sender)
-        self._mirror.envelopes -= held_count
-        self._mirror.tombstones -= len(rows) - held_count
-        return held_count, len(rows) - held_count
+            self._known.pop(digest, None)
+        self._mirror.envelopes -= len(held_seqs)
+        self._mirror.tombstones -= len(rows) - len(held_seqs)
+        return len(held_seqs), len(rows) - len(held_seqs)
 
     def _forget_unused(self, queue: Queue) -> None:
         for sender in list(queue.senders.values()):
@@ -273,3 +319,11 @@ class SqliteTransaction:
 
 def _columns(fact: HeldFact) -> tuple[bytes, int, int, int]:
     return fact.digest, fact.length, fact.accepted_ms, fact.until_ms
+
+
+def _parts(items: Sequence[T], size: int) -> list[Sequence[T]]:
+    return [items[at : at + size] for at in range(0, len(items), size)]
+
+
+def _tuples(width: int, count: int) -> str:
+    return ",".join(["(" + ",".join("?" * width) + ")"] * count)
