@@ -278,8 +278,9 @@ class MemoryDisk(msgspec.Struct):
 class MemoryStore:
     """A `store.Store` on dictionaries; another on the same disk loses only what was lazy.
 
-    `commit_counts` has the number of works of each commit. While `gate` is closed a commit waits
-    in its middle: its works have run, and nothing is durable; `under_way` is set when one is.
+    `commit_counts` has the number of works of each commit that was asked for. While `gate` is
+    closed a commit waits in its middle: its works have run, and nothing is durable; `under_way` is
+    set when one is.
     """
 
     def __init__(self, disk: MemoryDisk | None = None) -> None:
@@ -296,9 +297,9 @@ class MemoryStore:
         works: Sequence[Work[object]],
         expected: Sequence[bytes] = (),  # noqa: ARG002 - there is nothing to look up beforehand
     ) -> Sequence[object | Refusal]:
+        self.commit_counts.append(len(works))
         if self._broken:
             raise self._broken
-        self.commit_counts.append(len(works))
         draft = self._image.copy()
         transaction = MemoryTransaction(draft, self.disk.free_bytes)
         outcomes = [_outcome(work, transaction) for work in works]
@@ -397,35 +398,43 @@ class Ticks:
         return self.ms
 
 
-class CountingSignatures(Signatures):
-    """Checks and makes signatures without a process of its own, and counts them."""
+class CountingKey(SigningKey):
+    """A key that counts what it signs."""
 
-    def __init__(self, key: SigningKey = RELAY) -> None:
-        super().__init__(key)
+    def __init__(self, seed: bytes = RELAY.seed) -> None:
+        super().__init__(seed)
+        self.count = 0
+
+    def sign(self, message: bytes) -> bytes:
+        self.count += 1
+        return super().sign(message)
+
+
+class CountingSignatures(Signatures):
+    """Checks signatures without a process of its own, and counts them."""
+
+    def __init__(self) -> None:
+        super().__init__()
         self.failing = True
-        self.checked_count = 0
-        self.signed_count = 0
+        self.count = 0
 
     async def verify(self, frames: Sequence[Frame], *, alone: bool) -> list[BadSignature | None]:
-        self.checked_count += len(frames)
+        self.count += len(frames)
         return await super().verify(frames, alone=alone)
-
-    async def sign(self, message: bytes, *, alone: bool) -> bytes:
-        self.signed_count += 1
-        return await super().sign(message, alone=alone)
 
 
 def relay_on(
     store: Store,
     commits: GroupCommit,
     *,
+    key: SigningKey = RELAY,
     clock: RelayClock | None = None,
     policy: Policy | None = None,
     signatures: Signatures | None = None,
 ) -> Relay:
     """A relay on the store; open, and with plenty of room, unless the policy says else."""
     return Relay(
-        RELAY,
+        key,
         store,
         commits,
         signatures or CountingSignatures(),

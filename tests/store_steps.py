@@ -17,7 +17,7 @@ from store_works import shown
 QUEUES: Final = tuple(bytes([letter]) * 32 for letter in b"PQR")
 SENDERS: Final = tuple(bytes([letter]) * 32 for letter in b"abc")
 INSTANCES: Final = (b"i" * 16, b"j" * 16)
-TTLS_S: Final = (1, 60, 3600, 86400)
+TTLS_S: Final = (1, 60, 3600, 86_400, 172_800, 604_800)
 HELD_AGAIN = st.lists(st.integers(0, 5), min_size=1, max_size=4).map(tuple)
 
 FAULTS: Final = (
@@ -195,6 +195,4 @@ steps: st.SearchStrategy[Step] = st.one_of(
 def parcel(queue: bytes, sender: bytes, number: int) -> Deposit:
     name = queue + sender + bytes([number])
     length = limits.TOMBSTONE_BYTES + 300 * number
-    return Deposit(
-        hashlib.sha256(name).digest(), length, TTLS_S[number % 4], name.ljust(length, b".")
-    )
+    return Deposit(hashlib.sha256(name).digest(), length, TTLS_S[number], name.ljust(length, b"."))

@@ -4,9 +4,11 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -14,6 +16,7 @@ import pytest
 ATTACH_S = 15.0
 
 
+@cache
 def strace_path() -> str:
     """Where strace is, installed by apt when this is root; else the test is skipped."""
     found = shutil.which("strace")
@@ -23,6 +26,9 @@ def strace_path() -> str:
         found = shutil.which("strace")
     if found is None:
         pytest.skip("strace is not installed and apt cannot install it")
+    probe = [found, "-o", "/dev/null", sys.executable, "-c", "pass"]
+    if subprocess.run(probe, check=False, capture_output=True).returncode:
+        pytest.skip("this user may not trace processes here")
     return found
 
 
@@ -46,7 +52,7 @@ def _wait_until_attached(tracer: "subprocess.Popen[bytes]", notes_path: Path, pi
     deadline = time.monotonic() + ATTACH_S
     while not all(_tracer_of(task) == tracer.pid for task in Path(f"/proc/{pid}/task").iterdir()):
         if tracer.poll() is not None and "not permitted" in notes_path.read_text():
-            pytest.skip("this user may not trace processes here")
+            pytest.skip("this user may not attach to processes here")
         assert tracer.poll() is None, notes_path.read_text()
         assert time.monotonic() < deadline, notes_path.read_text()
         time.sleep(0.01)

@@ -52,14 +52,8 @@ class Stored(msgspec.Struct, frozen=True):
 
 def make_held(relay_key: SigningKey, queue: bytes, facts: Iterable[HeldFact]) -> bytes:
     """A signed `held` for 1 to 64 facts of one queue (SPEC section 4.2)."""
-    head, message = unsigned_held(relay_key.public, queue, facts)
-    return head + relay_key.sign(message)
-
-
-def unsigned_held(relay: bytes, queue: bytes, facts: Iterable[HeldFact]) -> tuple[bytes, bytes]:
-    """A `held` without its signature, and the message that the relay has yet to sign."""
     tail = b"".join(_HELD.pack(f.digest, f.length, f.accepted_ms, f.until_ms) for f in facts)
-    return frame.unsigned(frame.Kind.HELD, relay, queue, tail)
+    return frame.sign(frame.Kind.HELD, relay_key, queue, tail)
 
 
 def parse_held(data: bytes) -> Held:

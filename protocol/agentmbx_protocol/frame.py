@@ -165,19 +165,11 @@ def sign(kind: Kind, key: keys.SigningKey, fields: bytes, tail: bytes = b"") -> 
     Raises `TooLarge` when the tail is longer than the kind's layout allows and `ValueError` for
     any other length that it does not allow.
     """
-    head, message = unsigned(kind, key.public, fields, tail)
-    return head + key.sign(message)
-
-
-def unsigned(kind: Kind, signer: bytes, fields: bytes, tail: bytes = b"") -> tuple[bytes, bytes]:
-    """The bytes before the signature, and the message that the signer has yet to sign.
-
-    Raises as `sign` does.
-    """
     layout = LAYOUTS[kind]
     if len(tail) > layout.tail_max:
         raise TooLarge("The content is too large for one frame.")
     if len(fields) != layout.fields or len(tail) < layout.tail_min or len(tail) % layout.tail_step:
         raise ValueError(f"wrong lengths for a frame of kind {kind.name}")
-    head = MAGIC + bytes((kind, 0, 0, 0)) + signer + fields + _TAIL_LENGTH.pack(len(tail)) + tail
-    return head, _LABELS[kind] + hashlib.sha256(head).digest()
+    head = MAGIC + bytes((kind, 0, 0, 0)) + key.public + fields
+    unsigned = head + _TAIL_LENGTH.pack(len(tail)) + tail
+    return unsigned + key.sign(_LABELS[kind] + hashlib.sha256(unsigned).digest())

@@ -92,10 +92,6 @@ class Relay:
         """How many collects wait now."""
         return len(self._polls)
 
-    @property
-    def _alone(self) -> bool:
-        return self._deposits_under_way == 1
-
     def info(self) -> dict[str, object]:
         """What `GET /v1/info` answers."""
         return {
@@ -135,7 +131,7 @@ class Relay:
         if listed is None:
             raise NoSuchQueue
         verdicts = await self._signatures.verify(
-            [parcel.frame for parcel in good], alone=self._alone
+            [parcel.frame for parcel in good], alone=self._deposits_under_way == 1
         )
         refused = {id(p): verdict for p, verdict in zip(good, verdicts, strict=True) if verdict}
         taken = {p.digest: p for p in good if id(p) not in refused}
@@ -151,7 +147,7 @@ class Relay:
         ]
         if holding.new_count:
             self._wake(holding.queue_id)
-        answer = await self._answer_deposit(queue_key, outcomes)
+        answer = self._answer_deposit(queue_key, outcomes)
         duplicates = sum(not isinstance(each, Refusal) for each in outcomes) - holding.new_count
         self._metrics.deposited(holding.new_count, duplicates, time.perf_counter() - started)
         return answer
@@ -237,7 +233,7 @@ class Relay:
         length = sum(each.length for each in deposits)
         return await self._commits.submit(work, length=length, digests=list(taken))
 
-    async def _answer_deposit(
+    def _answer_deposit(
         self, queue_key: bytes, outcomes: Sequence[custody.HeldFact | Refusal]
     ) -> bytes:
         held = {each.digest: each for each in outcomes if isinstance(each, custody.HeldFact)}
@@ -250,9 +246,8 @@ class Relay:
             raise refused[0].refusal
         for each in refused:
             self._metrics.refused(each.refusal)
-        head, message = custody.unsigned_held(self._key.public, queue_key, held.values())
-        signature = await self._signatures.sign(message, alone=self._alone)
-        return bodies.make_deposit_answer(head + signature, refused)
+        statement = custody.make_held(self._key, queue_key, held.values())
+        return bodies.make_deposit_answer(statement, refused)
 
     async def _wait_for_mail(self, queue: Queue, bytes_max: int, wait_s: int) -> list[bytes]:
         arrived = asyncio.Event()

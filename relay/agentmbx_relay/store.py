@@ -122,7 +122,10 @@ class Transaction(Protocol):
         """
 
     def list_senders(self, queue: Queue, senders: Sequence[bytes]) -> None:
-        """Replace the whole list; what an unlisted sender deposited stays and stays charged."""
+        """Replace the whole list; what an unlisted sender deposited stays and stays charged.
+
+        A sender that is neither listed nor charged is forgotten, here and in `sweep`.
+        """
 
     def retire(self, queue: Queue, now_ms: int) -> None:
         """End the queue: nobody is listed, nothing is handed out; `sweep` removes its rows."""

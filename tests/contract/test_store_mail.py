@@ -1,7 +1,7 @@
 """The same contract: envelopes, their facts and charges, handing over, retiring and sweeping."""
 
 import asyncio
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 
 import pytest
 
@@ -28,6 +28,7 @@ from store_works import (
     hold,
     known,
     knows,
+    list_senders,
     parcel,
     retire,
     sweep,
@@ -164,14 +165,53 @@ async def test_an_ack_counts_once_and_only_by_the_queue_that_holds(shelf: Shelf)
     assert await shelf.do(ack(parcel(0), parcel(0), parcel(7))) == 1
     assert await shelf.do(ack(parcel(0))) == 0
     assert await shelf.do(ack()) == 0
+    assert await shelf.do(ack(*[parcel(0)] * 200, *[parcel(1)] * 200, parcel(1))) == 1
     await shelf.crash()
     assert await shelf.do(ack(parcel(0))) == 0
-    assert await shelf.waiting() == [parcel(1).data]
-    assert (await shelf.queue()).used == LENGTH + limits.TOMBSTONE_BYTES
+    assert await shelf.waiting() == []
+    assert (await shelf.queue()).used == 2 * limits.TOMBSTONE_BYTES
 
 
 async def test_an_unknown_digest_has_no_facts(furnished: Shelf) -> None:
     assert await furnished.do(lambda t: t.find(parcel(9).digest)) is None
+
+
+SEQUENCES: Mapping[str, tuple[Sequence[Work[object]], dict[str, int]]] = {
+    "again": ([hold(parcel(0)), hold(parcel(0))], {"envelopes": 1}),
+    "acked": ([hold(parcel(0)), ack(parcel(0))], {"tombstones": 1}),
+    "acked again": ([hold(parcel(0)), ack(parcel(0)), ack(parcel(0))], {"tombstones": 1}),
+    "expired": ([hold(parcel(0)), sweep(UNTIL)], {}),
+    "tombstone expired": ([hold(parcel(0)), ack(parcel(0)), sweep(UNTIL)], {}),
+    "new after its time": ([hold(parcel(0)), hold(parcel(0), now_ms=UNTIL)], {"envelopes": 1}),
+    "new after it was swept": (
+        [hold(parcel(0)), sweep(UNTIL), hold(parcel(0), now_ms=UNTIL)],
+        {"envelopes": 1},
+    ),
+    "new after its tombstone": (
+        [hold(parcel(0)), ack(parcel(0)), hold(parcel(0), now_ms=UNTIL), ack(parcel(0))],
+        {"tombstones": 1},
+    ),
+    "dropped": ([hold(parcel(0)), retire(), sweep(NOW)], {"queues": 0}),
+    "unlisted": ([hold(parcel(0)), list_senders(), sweep(UNTIL), list_senders(ALICE)], {}),
+}
+
+
+@pytest.mark.parametrize("name", SEQUENCES)
+@pytest.mark.parametrize("together", [True, False])
+async def test_works_see_what_those_before_them_did_in_one_commit_as_in_many(
+    shelf: Shelf, name: str, *, together: bool
+) -> None:
+    works, totals = SEQUENCES[name]
+    for batch in [works] if together else [[work] for work in works]:
+        await shelf.store.commit(batch)
+    length = {"envelopes": LENGTH, "tombstones": limits.TOMBSTONE_BYTES}
+    charged = sum(length.get(kind, 0) * count for kind, count in totals.items())
+    expected = {"queues": 1, "envelopes": 0, "tombstones": 0, "bytes": charged} | totals
+    for _ in range(2):
+        assert shelf.totals() == expected
+        assert len(await shelf.waiting()) == expected["envelopes"]
+        assert (await shelf.queue()).used == charged
+        await shelf.crash()
 
 
 # Handing over
@@ -214,7 +254,8 @@ async def test_what_does_not_fit_is_not_overtaken(shelf: Shelf) -> None:
 
 
 async def test_no_more_wait_than_one_collect_can_ack(shelf: Shelf) -> None:
-    parcels = [parcel(number, 128) for number in range(limits.COLLECT_ACKS_MAX + 1)]
+    # The shorter ones come last.
+    parcels = [parcel(number, 2000 - number) for number in range(limits.COLLECT_ACKS_MAX + 1)]
     await shelf.do(hold(*parcels))
     assert await shelf.waiting() == [each.data for each in parcels[:-1]]
     assert await shelf.do(ack(*parcels[:-1])) == limits.COLLECT_ACKS_MAX
@@ -361,3 +402,18 @@ async def test_a_sweep_retires_a_queue_whose_lifetime_is_over(furnished: Shelf) 
         await furnished.crash()
     await furnished.do(sweep(ends_ms + DAY_MS - 1))
     assert (await furnished.queue(TEMPORARY)).retired_ms == ends_ms
+
+
+async def test_a_retired_queue_is_not_forgotten_before_its_last_tombstone(
+    furnished: Shelf,
+) -> None:
+    ends_ms, week = NOW + DAY_MS, parcel(6, ttl_s=7 * 24 * 3600)
+    await furnished.do(hold(week, sender=BOB, key=TEMPORARY))
+    await furnished.do(ack(week, key=TEMPORARY))
+    await furnished.do(sweep(ends_ms))
+    await furnished.do(sweep(NOW + 7 * DAY_MS - 1))
+    for _ in range(2):
+        assert (await furnished.queue(TEMPORARY)).used == limits.TOMBSTONE_BYTES
+        await furnished.crash()
+    assert (await furnished.do(sweep(NOW + 7 * DAY_MS))).tombstones == 1
+    assert not await furnished.do(knows(TEMPORARY))

@@ -2,10 +2,13 @@
 
 import asyncio
 import random
+import signal
 import subprocess
 import time
 from collections.abc import Coroutine, Sequence
 from pathlib import Path
+
+import pytest
 
 from agentmbx_node.errors import OperatingError
 from agentmbx_node.hops.relay import open_session
@@ -15,6 +18,7 @@ from correspondents import Correspondent, Wire
 from ledger import Ledger
 from relay_process import AGENTMBX, RelayProcess
 from scene import Scene, add_queue, line_of, queue_at, refused, seeded
+from tracing import traced
 
 CRASHES_S = 25.0
 COMMANDS_S = 7.0
@@ -155,6 +159,30 @@ async def test_rule_1_and_2_whatever_was_held_is_there_with_the_same_facts_after
     assert deposits >= 2000
     assert 0 < repeats < deposits
     assert acks >= 100
+
+
+@pytest.mark.parametrize(
+    ("call", "nth"),
+    [("pwrite64", 1), ("pwrite64", 4), ("pwrite64", 11), ("fdatasync", 1)],
+)
+async def test_a_kill_at_any_write_of_a_commit_leaves_all_of_a_deposit_or_nothing(
+    tmp_path: Path, call: str, nth: int
+) -> None:
+    with RelayProcess(tmp_path / "relay", "--open") as relay:
+        async with queue_at(relay) as scene:
+            first = scene.sender.write()
+            facts = (await scene.wire.deposit(first)).held
+            batch = [scene.sender.write() for _ in range(16)]
+            kill = f"inject={call}:signal=SIGKILL:when={nth}"
+            with traced(relay.pid, tmp_path / "trace", "-e", kill):
+                with pytest.raises(OperatingError):
+                    await scene.wire.deposit(*batch)
+                assert await asyncio.to_thread(relay.wait) == -signal.SIGKILL
+            await asyncio.to_thread(relay.restart)
+            assert (await scene.wire.deposit(first)).held == facts
+            drained = await scene.wire.drain(scene.owner)
+            assert drained[0] == first.frame.data
+            assert drained[1:] in ([], [letter.frame.data for letter in batch])
 
 
 async def test_a_signed_queue_state_is_true_after_a_kill(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 import asyncio
 import hashlib
 import os
+import random
 import shutil
 import sqlite3
 import subprocess
@@ -21,6 +22,7 @@ from scene import queue_at, stretched_s
 REFUSED_S = 3.0
 AT_ONCE = 10
 FILES = ("relay.key", "relay.db", "relay.db-wal")
+PAGE_BYTES = 4096
 SERVE = ("--listen", "127.0.0.1:0", "--metrics-listen", "off")
 
 
@@ -153,11 +155,24 @@ def _cut(folder: Path) -> None:
     (folder / "relay.db").write_bytes(data[: len(data) // 2])
 
 
-def _damage(folder: Path) -> None:
+def _damage_schema(folder: Path) -> None:
+    """As a disk does that flips bits: SQLite's own message about it is no text any more."""
     (folder / "relay.db-wal").unlink()
-    data = bytearray((folder / "relay.db").read_bytes())
-    data[200 : len(data) // 2] = os.urandom(len(data) // 2 - 200)
-    (folder / "relay.db").write_bytes(data)
+    data = (folder / "relay.db").read_bytes()
+    (folder / "relay.db").write_bytes(data.replace(b"CREATE TABLE", b"CRE\xe9TE TABLE"))
+
+
+def _damage_pages(folder: Path) -> None:
+    (folder / "relay.db-wal").unlink()
+    data = (folder / "relay.db").read_bytes()
+    noise = random.Random(1).randbytes(len(data) - PAGE_BYTES)
+    (folder / "relay.db").write_bytes(data[:PAGE_BYTES] + noise)
+
+
+def _damage_rows(folder: Path) -> None:
+    with closing(sqlite3.connect(folder / "relay.db", isolation_level=None)) as connection:
+        connection.execute("INSERT INTO sender (queue, key, listed) VALUES (99, zeroblob(32), 1)")
+        connection.execute("PRAGMA wal_checkpoint(TRUNCATE)")
 
 
 def _fill_with(name: str, data: bytes) -> Callable[[Path], None]:
@@ -186,10 +201,16 @@ UNFIT = {
     "newer-store-and-log": (_make_newer_with_its_log, 1, "newer agentmbx (schema 99"),
     "foreign-store": (_make_foreign, 1, "not a relay's store"),
     "cut-store": (_cut, 1, "SQLITE_CORRUPT"),
-    "damaged-store": (_damage, 1, "relay.db"),
+    "damaged-schema-of-the-store": (_damage_schema, 1, "relay.db cannot be used"),
+    "damaged-pages-of-the-store": (_damage_pages, 1, "relay.db cannot be used"),
+    "damaged-rows-of-the-store": (_damage_rows, 1, "relay.db cannot be used"),
 }  # fmt: skip
-# An invite is made beside a key and does not ask whose it is.
-UNFIT_FOR_INVITES = [kind for kind in UNFIT if "store" in kind and kind != "other-store"]
+# An invite is made beside a key and does not ask whose it is, nor what queues there are.
+UNFIT_FOR_INVITES = [
+    kind
+    for kind in UNFIT
+    if "store" in kind and kind not in ("other-store", "damaged-rows-of-the-store")
+]
 
 
 @pytest.mark.parametrize("kind", UNFIT)

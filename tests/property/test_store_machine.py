@@ -173,7 +173,7 @@ class StoreMachine(RuleBasedStateMachine):
                 continue
             raise AssertionError("a bug was not raised")
 
-    @rule(seconds=st.sampled_from((1, 59, 3600, 86400, 30 * 86400)))
+    @rule(seconds=st.sampled_from((1, 59, 3600, 86_400, 3 * 86_400, 30 * 86_400)))
     def wait(self, seconds: int) -> None:
         self.now_ms += seconds * 1000
 

@@ -103,7 +103,8 @@ class SqliteStore:
             store = cls(path, writer, await asyncio.to_thread(Mirror.load, writer))
             uri = files.uri(path, "ro")
             store._reader = await aiosqlite.connect(uri, uri=True, isolation_level=None)
-        except sqlite3.Error as error:
+        except (sqlite3.Error, LookupError, TypeError, ValueError) as error:
+            # Other errors than SQLite's: a damaged row that names a queue that is not there.
             writer.close()
             raise StoreUnfit(files.unfit_text(path, error)) from error
         # From now on nothing waits on the event loop for another process: see `_begin`.

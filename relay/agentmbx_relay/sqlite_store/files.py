@@ -141,8 +141,8 @@ def write_reserve(path: Path, length: int) -> None:
         os.close(handle)
 
 
-def unfit_text(path: Path, error: sqlite3.Error) -> str:
-    """What to tell a person about a store that SQLite does not open or read."""
+def unfit_text(path: Path, error: Exception) -> str:
+    """What to tell a person about a store that does not open, or whose rows make no sense."""
     name = getattr(error, "sqlite_errorname", type(error).__name__)
     hint = {
         "SQLITE_BUSY": "Another program is using it; stop that first.",
@@ -162,7 +162,11 @@ def _look_first(path: Path, relay_key: bytes | None) -> None:
     with closing(
         sqlite3.connect(uri(path, "ro"), uri=True, isolation_level=None, timeout=BUSY_TIMEOUT_S)
     ) as connection:
-        _check_identity(connection, path, relay_key)
+        try:
+            _check_identity(connection, path, relay_key)
+        except UnicodeDecodeError as error:
+            # SQLite quotes a damaged schema in its message.
+            raise StoreUnfit(unfit_text(path, error)) from error
 
 
 def _check_identity(connection: sqlite3.Connection, path: Path, relay_key: bytes | None) -> None:
