@@ -19,6 +19,9 @@ from agentmbx_relay.relay import ProvenRefusal, Relay
 RETURN_S_MAX: Final = 5
 DEFAULT_RETRY_S: Final = 5
 _SERVER: Final = {"Server": "agentmbx"}
+_FRAMES_HEAD: Final = (
+    f"HTTP/1.1 200 OK\r\nServer: agentmbx\r\nContent-Type: {bodies.FRAMES_MEDIA_TYPE}\r\n"
+)
 
 log = structlog.get_logger("agentmbx.relay")
 
@@ -41,7 +44,7 @@ class FramesAnswer(web.StreamResponse):
     """
 
     def __init__(self, frames: bytes) -> None:
-        super().__init__(headers=_SERVER)
+        super().__init__()
         self._frames = frames
         self._asked: web.BaseRequest | None = None
 
@@ -59,8 +62,8 @@ class FramesAnswer(web.StreamResponse):
         stays = self.keep_alive is not False
         named = "".join(f"{name}: {value}\r\n" for name, value in self.headers.items())
         head = (
-            f"HTTP/1.1 200 OK\r\n{named}Content-Type: {bodies.FRAMES_MEDIA_TYPE}\r\n"
-            f"Content-Length: {len(self._frames)}\r\nDate: {rfc822_formatted_time()}\r\n"
+            f"{_FRAMES_HEAD}{named}Content-Length: {len(self._frames)}\r\n"
+            f"Date: {rfc822_formatted_time()}\r\n"
             f"Connection: {'keep-alive' if stays else 'close'}\r\n\r\n"
         )
         self._keep_alive = stays
@@ -103,8 +106,10 @@ class Front:
             return self._problem(Unavailable(), Unavailable.status)
 
     def _route(self, request: web.BaseRequest) -> Handler:
-        parts = request.path.rstrip("/").split("/")
-        methods = self._routes.get(parts[-1]) or self._routes.get("/".join(parts[-2:]))
+        methods = self._routes.get(request.raw_path[1:])
+        if methods is None:
+            parts = request.path.rstrip("/").split("/")
+            methods = self._routes.get(parts[-1]) or self._routes.get("/".join(parts[-2:]))
         if methods is None:
             raise HttpRefusal(Malformed("There is nothing at this path."), 404)
         method = "GET" if request.method == "HEAD" else request.method

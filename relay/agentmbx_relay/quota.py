@@ -33,6 +33,8 @@ class Quota(msgspec.Struct, frozen=True):
         if queue.used + charge > self.queue_bytes_max * 3 // 2:
             raise QueueFull(retry_after_s=FULL_RETRY_S)
         common = self.queue_bytes_max // 2
+        if queue.used + charge <= common:
+            return
         share = (self.queue_bytes_max - common) // max(queue.listed_count, 1)
         if sender.used + charge <= share:
             return

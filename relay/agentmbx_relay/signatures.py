@@ -35,7 +35,8 @@ class Signatures:
     A check costs about 80 microseconds. A few of a single request are done in place, without the
     way to another process; it is started when there is more to do at once. What arrives in one
     turn of the loop goes to it at once, without waiting for earlier answers, so that it is never
-    idle while something waits; it answers in small parts, so that a commit begins meanwhile. (Making the relay's own signatures there too was slower.)
+    idle while something waits; it answers in small parts, so that a commit begins meanwhile.
+    (Making the relay's own signatures there too was slower.)
     `failing` is true while the process is not to be had; then all is done in place.
     """
 
