@@ -7,6 +7,7 @@ from agentmbx_relay.store import Invite, Queue, Transaction
 SUCCESSORS_MAX = 1
 TEMPORARY_MAX = 4
 FREE_LIFETIME_S = 900
+COARSE_MS = 60_000
 
 
 def admit(
@@ -60,4 +61,5 @@ def _spend(transaction: Transaction, proof: Admit, ends_ms: int, now_ms: int) ->
     of_its_kind = [ends for ends in vouched if bool(ends) == bool(ends_ms)]
     if len(of_its_kind) >= (TEMPORARY_MAX if ends_ms else SUCCESSORS_MAX):
         raise NotAdmitted
-    transaction.vouch(proof.signer, ends_ms)
+    # Kept coarser than the end of the queue itself, so that the two rows share no value.
+    transaction.vouch(proof.signer, ends_ms and ends_ms + COARSE_MS - ends_ms % COARSE_MS)

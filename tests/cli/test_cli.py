@@ -74,6 +74,7 @@ def test_a_group_without_a_command_shows_its_help_and_is_a_usage_error() -> None
         ["relay", "probe", f"{NOBODY}#short"],
         ["relay", "probe", f"{NOBODY}#{KEY}.{'?' * 52}"],
         ["relay", "probe", "http://127.0.0.1:99999/"],
+        ["relay", "probe", "http://:secret@127.0.0.1:9/"],
     ],
     ids=" ".join,
 )

@@ -55,7 +55,7 @@ from fakes import DAY_MS, PLENTY, RELAY, START_MS, Ticks, relay_on
 T = TypeVar("T")
 
 INVITE: Final = SigningKey(b"I" * 32)
-INVITE_USES: Final = 2
+INVITE_USES: Final = 1
 QUEUE_KEYS: Final = tuple(SigningKey(bytes([letter]) * 32) for letter in b"PQT")
 SENDERS: Final = tuple(
     sorted((SigningKey(bytes([letter]) * 32) for letter in b"ab"), key=lambda key: key.public)
@@ -130,9 +130,10 @@ class Machine(msgspec.Struct):
     counters: dict[int, int] = {}
     states: dict[int, QueueState] = {}
 
-    def next_counter(self, queue: int) -> int:
-        """max(last + 1, now in ms), as SPEC section 10 has it."""
-        return max(self.counters.get(queue, 0) + 1, self.wall_ms)
+    def next_counter(self, queue: int, back: int) -> int:
+        """max(last + 1, now in ms), as SPEC section 10 has it, or one from before."""
+        last = self.counters.get(queue, 0)
+        return max(last + 1 - back, 1) if back else max(last + 1, self.wall_ms)
 
     def believe(self, queue: int, state: QueueState) -> None:
         """Only a signed state moves the counter other than by commands."""
@@ -144,8 +145,8 @@ class Machine(msgspec.Struct):
 queues, machines = st.integers(0, 2), st.integers(0, 1)
 lists = st.frozensets(st.integers(0, 1))
 numbers = st.lists(st.integers(0, 3), min_size=1, max_size=4)
-# Most commands come in order.
-steps_back = st.sampled_from((0, 0, 0, 0, 1, 2**20))
+# Most commands come in order; of the others most repeat the counter last seen.
+steps_back = st.sampled_from((0, 0, 0, 0, 1, 1, 2, 2**20))
 Parcel = tuple[int, int, int]
 # The queue with the most mail is asked about most.
 parcels = st.tuples(st.sampled_from((0, 0, 1, 2)), st.integers(0, 1), st.integers(0, 3))
@@ -180,6 +181,8 @@ class QueueMachine(RuleBasedStateMachine):
 
     @initialize()
     def begin(self) -> None:
+        """A queue of a relay that was backed up before it knew any."""
+        self.a_backup_is_made()
         self._register(0, 0, proof="invite")
 
     @rule(
@@ -219,7 +222,7 @@ class QueueMachine(RuleBasedStateMachine):
     def retire(self, queue: int, machine: int, back: int) -> None:
         line = self.book.lines.get(queue)
         owner = self.machines[machine]
-        counter = max(owner.next_counter(queue) - back, 1)
+        counter = owner.next_counter(queue, back)
         command = Retire(
             queue=QUEUE_KEYS[queue].public,
             relay=RELAY.public,
@@ -313,6 +316,10 @@ class QueueMachine(RuleBasedStateMachine):
         for key, ends in book.vouched.items():
             book.vouched[key] = [each for each in ends if not 0 < each <= now_ms]
 
+    @rule()
+    def the_relay_crashes(self) -> None:
+        self.the_relay_restarts(0, 0, crashes=True)
+
     @rule(down_ms=st.integers(0, 10**7), jump_ms=st.sampled_from(JUMPS_MS), crashes=st.booleans())
     def the_relay_restarts(self, down_ms: int, jump_ms: int, *, crashes: bool) -> None:
         before_ms = self.clock.now_ms()
@@ -337,7 +344,8 @@ class QueueMachine(RuleBasedStateMachine):
         assert self.backup is not None
         self.runner.run(self._stop())
         self.runner.run(self.engine.close())
-        (self.engine, self.book), self.backup = self.backup, None
+        engine, book = self.backup
+        self.engine, self.book = engine.copied(), copy.deepcopy(book)
         self.restarts += 1
         self.runner.run(self._start())
         self._see_what_a_crash_left()
@@ -474,7 +482,7 @@ class QueueMachine(RuleBasedStateMachine):
     ) -> None:
         owner, key = self.machines[machine], QUEUE_KEYS[queue]
         seen = owner.counters.get(queue, 0)
-        counter = max(owner.next_counter(queue) - back, 1)
+        counter = owner.next_counter(queue, back)
         wanted = {"no": 0, "seen": seen, "too old": max(seen - 1, 0), "any": 2**63 - 1}[takeover]
         command = Register(
             queue=key.public,
@@ -534,7 +542,7 @@ class QueueMachine(RuleBasedStateMachine):
         self, queue: int, machine: int, acks: Sequence[bytes], *, back: int = 0
     ) -> type[Refusal] | None:
         owner, line = self.machines[machine], self.book.lines.get(queue)
-        counter = max(owner.next_counter(queue) - back, 1)
+        counter = owner.next_counter(queue, back)
         known = owner.states.get(queue)
         command = Collect(
             queue=QUEUE_KEYS[queue].public,

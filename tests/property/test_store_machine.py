@@ -49,6 +49,11 @@ from store_steps import (
     Step,
     Sweep,
     Vouch,
+    acks,
+    faults,
+    holds,
+    lists,
+    moves,
     parcel,
     steps,
 )
@@ -136,15 +141,35 @@ class StoreMachine(RuleBasedStateMachine):
 
     @initialize()
     def begin(self) -> None:
-        """A queue that lists two; what else there is comes from the rules."""
-        self.commit([Add(QUEUES[0], 0), List(QUEUES[0], frozenset(SENDERS[:2]))], None)
+        """A queue that lists two, and one with a lifetime; the rest comes from the rules."""
+        batch: list[Step] = []
+        for queue, lifetime_s in ((QUEUES[0], 0), (QUEUES[1], 7200)):
+            batch += [Add(queue, lifetime_s), List(queue, frozenset(SENDERS[:2]))]
+        self.commit(batch)
 
-    @rule(
-        batch=st.lists(steps, min_size=1, max_size=5),
-        fault=st.none() | st.sampled_from(FAULTS),
-        foresees=st.booleans(),
-    )
-    def commit(self, batch: list[Step], fault: Fault | None, *, foresees: bool = True) -> None:
+    @rule(batch=st.lists(holds, min_size=1, max_size=3), fault=faults, foresees=st.booleans())
+    def deposit(self, batch: list[Step], fault: Fault | None, *, foresees: bool) -> None:
+        self.commit(batch, fault, foresees=foresees)
+
+    @rule(batch=st.lists(acks | moves, min_size=1, max_size=3), fault=faults)
+    def collect(self, batch: list[Step], fault: Fault | None) -> None:
+        self.commit(batch, fault)
+
+    @rule(step=lists, fault=faults)
+    def register(self, step: Step, fault: Fault | None) -> None:
+        self.commit([step], fault)
+
+    @rule(rows_max=st.integers(1, 6), fault=faults)
+    def sweep(self, rows_max: int, fault: Fault | None) -> None:
+        self.commit([Sweep(rows_max)], fault)
+
+    @rule(batch=st.lists(steps, min_size=1, max_size=6), fault=faults, foresees=st.booleans())
+    def anything(self, batch: list[Step], fault: Fault | None, *, foresees: bool) -> None:
+        self.commit(batch, fault, foresees=foresees)
+
+    def commit(
+        self, batch: list[Step], fault: Fault | None = None, *, foresees: bool = True
+    ) -> None:
         met_count = self.engine.disk.met_count
         self.engine.disk.fault = fault
         works = [self._work(step) for step in batch]
@@ -173,7 +198,7 @@ class StoreMachine(RuleBasedStateMachine):
                 continue
             raise AssertionError("a bug was not raised")
 
-    @rule(seconds=st.sampled_from((1, 59, 3600, 86_400, 3 * 86_400, 30 * 86_400)))
+    @rule(seconds=st.sampled_from((1, 1, 59, 59, 3600, 86_400, 100 * 86_400)))
     def wait(self, seconds: int) -> None:
         self.now_ms += seconds * 1000
 
@@ -338,7 +363,7 @@ def test_every_fault_of_the_machine_meets_a_statement_of_the_store(
 ) -> None:
     queue, alice, bob = QUEUES[0], *SENDERS[:2]
     machine.begin()
-    machine.commit([Hold(queue, alice, (0, 1, 2)), Put(bob, 1, 60), Vouch(queue, 60)], None)
+    machine.commit([Hold(queue, alice, (0, 1, 2)), Put(bob, 1, 60), Vouch(queue, 60)])
     machine.wait(60)
     met_count = machine.engine.disk.met_count
     disk = machine.engine.disk
@@ -347,7 +372,7 @@ def test_every_fault_of_the_machine_meets_a_statement_of_the_store(
         Ack(queue, queue, alice, (2,)),
         Hold(queue, alice, (0, 3)),
         List(queue, frozenset((alice,))),
-        Add(QUEUES[1], 0),
+        Add(QUEUES[2], 0),
         SaveClock(),
         Sweep(10),
     ]
@@ -358,5 +383,5 @@ def test_every_fault_of_the_machine_meets_a_statement_of_the_store(
 
 TestStoreMachine = StoreMachine.TestCase
 TestStoreMachine.settings = settings(
-    max_examples=60, stateful_step_count=30, deadline=None, print_blob=True
+    max_examples=60, stateful_step_count=40, deadline=None, print_blob=True
 )

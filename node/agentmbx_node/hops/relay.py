@@ -59,7 +59,7 @@ def parse_relay_line(text: str) -> RelayLine:
     """The line URL, URL#KEY or URL#KEY.INVITE; raises `ValueError` with a text for a person."""
     address, _, fragment = text.strip().partition("#")
     parts = urlsplit(address)
-    if parts.scheme not in ("http", "https") or not parts.hostname or parts.username:
+    if parts.scheme not in ("http", "https") or not parts.hostname or "@" in parts.netloc:
         raise ValueError("A relay is given as http(s)://HOST[:PORT][/PATH]#KEY.INVITE.")
     if parts.query or not address.isascii() or not address.isprintable():
         raise ValueError("A relay's URL has no query and no odd characters.")

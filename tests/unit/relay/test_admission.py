@@ -5,6 +5,7 @@ import pytest
 from agentmbx_protocol.errors import NotAdmitted, Refusal, RelayFull, Stale
 from agentmbx_protocol.queue_commands import Admit, Flag, QueueState, Register
 from agentmbx_relay import admission, rules
+from agentmbx_relay.admission import COARSE_MS
 from agentmbx_relay.store import Invite, Queue
 from fakes import DAY_MS, PLENTY, START_MS, Image, MemoryTransaction
 
@@ -200,7 +201,7 @@ def test_short_queues_by_one_invite_are_four_at_a_time() -> None:
     for key in keys(4):
         door.ask(admit(key, lifetime_s=PROBE_S), key)
     assert door.refuses(admit(lifetime_s=PROBE_S))
-    door.now_ms += PROBE_S * 1000
+    door.now_ms += PROBE_S * 1000 + COARSE_MS
     door.ask(admit(lifetime_s=PROBE_S))
     assert door.uses_left == 1
     # And they do not stand in the way of the lasting one.
@@ -228,10 +229,20 @@ def test_a_queue_admits_four_with_a_lifetime_at_a_time(lifetime_s: int) -> None:
     assert door.refuses(admit(by=VOUCHER, lifetime_s=lifetime_s))
     door.now_ms += lifetime_s * 1000 - 1
     assert door.refuses(admit(by=VOUCHER, lifetime_s=lifetime_s))
-    door.now_ms += 1
+    door.now_ms += 1 + COARSE_MS
     door.ask(admit(by=VOUCHER, lifetime_s=lifetime_s))
     # A lasting successor is counted apart.
     door.ask(admit(OTHER, by=VOUCHER), OTHER)
+
+
+@pytest.mark.parametrize("now_ms", [NOW, NOW - NOW % COARSE_MS])
+def test_what_is_kept_of_a_vouching_shares_no_value_with_the_queue_it_made(now_ms: int) -> None:
+    door = Door()
+    door.queue()
+    door.now_ms = now_ms
+    made = door.ask(admit(by=VOUCHER, lifetime_s=PROBE_S))
+    (kept_ms,) = door.transaction.vouched(VOUCHER)
+    assert made.ends_ms < kept_ms <= made.ends_ms + COARSE_MS
 
 
 @pytest.mark.parametrize("lifetime_s", [LASTING, PROBE_S])
