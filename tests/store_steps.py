@@ -201,6 +201,25 @@ steps: st.SearchStrategy[Step] = st.one_of(
 )
 
 
+@st.composite
+def close_steps(draw: st.DrawFn) -> list[Step]:
+    """A batch about the mail of one sender in one queue, so that one step meets another."""
+    queue, sender = draw(queues), draw(senders)
+    return draw(
+        st.lists(
+            st.one_of(
+                st.builds(Hold, st.just(queue), st.just(sender), numbers),
+                st.builds(Ack, st.just(queue), st.just(queue), st.just(sender), numbers),
+                st.builds(List, st.just(queue), st.frozensets(senders)),
+                st.builds(Sweep, st.integers(1, 6)),
+                st.builds(Retire, st.just(queue)),
+            ),
+            min_size=2,
+            max_size=6,
+        )
+    )
+
+
 def parcel(queue: bytes, sender: bytes, number: int) -> Deposit:
     name = queue + sender + bytes([number])
     length = limits.TOMBSTONE_BYTES + 300 * number

@@ -179,11 +179,11 @@ class QueueMachine(RuleBasedStateMachine):
 
     # What the owner does
 
-    @initialize()
-    def begin(self) -> None:
+    @initialize(lifetime_s=st.sampled_from((0, 0, 0, 600)))
+    def begin(self, lifetime_s: int) -> None:
         """A queue of a relay that was backed up before it knew any."""
         self.a_backup_is_made()
-        self._register(0, 0, proof="invite")
+        self._register(0, 0, proof="invite", lifetime_s=lifetime_s)
 
     @rule(
         queue=queues,
@@ -243,6 +243,17 @@ class QueueMachine(RuleBasedStateMachine):
     @rule(machine=machines, wall_ms=st.sampled_from(WALLS_MS))
     def the_clock_of_a_machine_jumps(self, machine: int, wall_ms: int) -> None:
         self.machines[machine].wall_ms = wall_ms
+
+    @rule(
+        queue=queues,
+        machine=machines,
+        proof=st.sampled_from(("state", "state that is stale")),
+        back=st.sampled_from((0, 1)),
+    )
+    def a_relay_is_shown_the_last_state(
+        self, queue: int, machine: int, proof: str, back: int
+    ) -> None:
+        self._register(queue, machine, proof=proof, back=back)
 
     @rule(queue=queues, machine=machines)
     def rule_7_who_follows_the_signed_states_gets_through(self, queue: int, machine: int) -> None:

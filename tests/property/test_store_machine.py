@@ -50,6 +50,7 @@ from store_steps import (
     Sweep,
     Vouch,
     acks,
+    close_steps,
     faults,
     holds,
     lists,
@@ -163,7 +164,11 @@ class StoreMachine(RuleBasedStateMachine):
     def sweep(self, rows_max: int, fault: Fault | None) -> None:
         self.commit([Sweep(rows_max)], fault)
 
-    @rule(batch=st.lists(steps, min_size=1, max_size=6), fault=faults, foresees=st.booleans())
+    @rule(
+        batch=close_steps() | st.lists(steps, min_size=1, max_size=6),
+        fault=faults,
+        foresees=st.booleans(),
+    )
     def anything(self, batch: list[Step], fault: Fault | None, *, foresees: bool) -> None:
         self.commit(batch, fault, foresees=foresees)
 
@@ -367,7 +372,7 @@ def test_every_fault_of_the_machine_meets_a_statement_of_the_store(
     machine.wait(60)
     met_count = machine.engine.disk.met_count
     disk = machine.engine.disk
-    batch = [
+    batch: list[Step] = [
         Move(queue, 1, INSTANCES[0], lazily=False),
         Ack(queue, queue, alice, (2,)),
         Hold(queue, alice, (0, 3)),
