@@ -2,6 +2,7 @@
 
 import shutil
 import sqlite3
+import threading
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final, Protocol
@@ -27,12 +28,16 @@ class Fault(msgspec.Struct, frozen=True):
 class FaultyDisk:
     """SQLite that fails on demand: `connect` goes where `sqlite3.connect` does.
 
-    `fault` is the next one, gone when it was met; `met_count` is how many were.
+    `fault` is the next one, gone when it was met; `met_count` is how many were. While `gate` is
+    closed a COMMIT waits at its beginning; `under_way` is set when one does.
     """
 
     def __init__(self) -> None:
         self.fault: Fault | None = None
         self.met_count = 0
+        self.gate = threading.Event()
+        self.gate.set()
+        self.under_way = threading.Event()
 
     def connect(self, *arguments: Any, **options: Any) -> sqlite3.Connection:  # noqa: ANN401 - they are sqlite3's
         connection = sqlite3.connect(*arguments, factory=_Connection, **options)
@@ -40,6 +45,10 @@ class FaultyDisk:
         return connection
 
     def take(self, statement: str) -> Fault | None:
+        """The fault that this statement meets."""
+        if statement == "COMMIT" and not self.gate.is_set():
+            self.under_way.set()
+            self.gate.wait(10)
         fault = self.fault
         if fault is None or not statement.lstrip().startswith(fault.statement):
             return None

@@ -66,6 +66,7 @@ FREE_S: Final = 900
 CLOCK_EVERY_MS: Final = 60_000
 WALLS_MS: Final = (1, START_MS - DAY_MS, START_MS, START_MS + 400 * DAY_MS, 2**62)
 JUMPS_MS: Final = (0, -(2**50), -DAY_MS, -1, 1, 50_000, 3_599_000, DAY_MS, 2**50)
+STATE_PROOFS: Final = ("state", "state that is stale")
 STATES: Final = {Stale: Flag.STALE, Superseded: Flag.SUPERSEDED, Retired: Flag.RETIRED}
 ENVELOPES: Final[dict[tuple[int, int, int], Envelope]] = {
     (queue, sender, number): parse_envelope(
@@ -142,7 +143,8 @@ class Machine(msgspec.Struct):
             self.states[queue] = state
 
 
-queues, machines = st.integers(0, 2), st.integers(0, 1)
+# Most of what happens is about one queue and one of its two machines.
+queues, machines = st.sampled_from((0, 0, 0, 1, 2)), st.sampled_from((0, 0, 0, 1))
 lists = st.frozensets(st.integers(0, 1))
 numbers = st.lists(st.integers(0, 3), min_size=1, max_size=4)
 # Most commands come in order; of the others most repeat the counter last seen.
@@ -172,8 +174,6 @@ class QueueMachine(RuleBasedStateMachine):
     def teardown(self) -> None:
         self.runner.run(self._stop())
         self.runner.run(self.engine.close())
-        if self.backup is not None:
-            self.runner.run(self.backup[0].close())
         self.runner.close()
         self.folder.cleanup()
 
@@ -182,7 +182,7 @@ class QueueMachine(RuleBasedStateMachine):
     @initialize(lifetime_s=st.sampled_from((0, 0, 0, 600)))
     def begin(self, lifetime_s: int) -> None:
         """A queue of a relay that was backed up before it knew any."""
-        self.a_backup_is_made()
+        self.blank = self.engine.copied(), copy.deepcopy(self.book)
         self._register(0, 0, proof="invite", lifetime_s=lifetime_s)
 
     @rule(
@@ -190,7 +190,7 @@ class QueueMachine(RuleBasedStateMachine):
         machine=machines,
         senders=lists,
         takeover=st.sampled_from(("no", "seen", "seen", "too old", "any")),
-        proof=st.sampled_from(("none", "invite", "voucher", "state", "state that is stale")),
+        proof=st.sampled_from(("none", "invite", "voucher", *STATE_PROOFS)),
         lifetime_s=st.sampled_from(LIFETIMES_S),
         back=steps_back,
     )
@@ -244,16 +244,19 @@ class QueueMachine(RuleBasedStateMachine):
     def the_clock_of_a_machine_jumps(self, machine: int, wall_ms: int) -> None:
         self.machines[machine].wall_ms = wall_ms
 
+    @precondition(lambda self: any(machine.states for machine in self.machines))
     @rule(
-        queue=queues,
-        machine=machines,
-        proof=st.sampled_from(("state", "state that is stale")),
-        back=st.sampled_from((0, 1)),
+        data=st.data(), proof=st.sampled_from(("state", "state that is stale")), equal=st.booleans()
     )
-    def a_relay_is_shown_the_last_state(
-        self, queue: int, machine: int, proof: str, back: int
+    def a_relay_that_forgot_all_is_shown_the_last_state(
+        self, data: st.DataObject, proof: str, *, equal: bool
     ) -> None:
-        self._register(queue, machine, proof=proof, back=back)
+        self._restore(*self.blank)
+        knowing = [number for number, each in enumerate(self.machines) if each.states]
+        machine = data.draw(st.sampled_from(knowing))
+        queue = data.draw(st.sampled_from(sorted(self.machines[machine].states)))
+        counter = self.machines[machine].states[queue].counter if equal else None
+        self._register(queue, machine, proof=proof, counter=counter)
 
     @rule(queue=queues, machine=machines)
     def rule_7_who_follows_the_signed_states_gets_through(self, queue: int, machine: int) -> None:
@@ -345,21 +348,13 @@ class QueueMachine(RuleBasedStateMachine):
 
     @rule()
     def a_backup_is_made(self) -> None:
-        if self.backup is not None:
-            self.runner.run(self.backup[0].close())
         self.backup = self.engine.copied(), copy.deepcopy(self.book)
 
     @precondition(lambda self: self.backup is not None)
     @rule()
     def the_relay_is_restored_from_the_backup(self) -> None:
         assert self.backup is not None
-        self.runner.run(self._stop())
-        self.runner.run(self.engine.close())
-        engine, book = self.backup
-        self.engine, self.book = engine.copied(), copy.deepcopy(book)
-        self.restarts += 1
-        self.runner.run(self._start())
-        self._see_what_a_crash_left()
+        self._restore(*self.backup)
 
     # What holds
 
@@ -378,6 +373,14 @@ class QueueMachine(RuleBasedStateMachine):
         assert self.clock.now_ms() >= self.book.saved_ms
 
     # The relay, and what it must answer
+
+    def _restore(self, engine: Engine, book: Book) -> None:
+        self.runner.run(self._stop())
+        self.runner.run(self.engine.close())
+        self.engine, self.book = engine.copied(), copy.deepcopy(book)
+        self.restarts += 1
+        self.runner.run(self._start())
+        self._see_what_a_crash_left()
 
     async def _start(self) -> None:
         self.store: Store = await self.engine.open()
@@ -490,10 +493,11 @@ class QueueMachine(RuleBasedStateMachine):
         proof: str = "none",
         lifetime_s: int = 0,
         back: int = 0,
+        counter: int | None = None,
     ) -> None:
         owner, key = self.machines[machine], QUEUE_KEYS[queue]
         seen = owner.counters.get(queue, 0)
-        counter = owner.next_counter(queue, back)
+        counter = counter or owner.next_counter(queue, back)
         wanted = {"no": 0, "seen": seen, "too old": max(seen - 1, 0), "any": 2**63 - 1}[takeover]
         command = Register(
             queue=key.public,
@@ -621,7 +625,7 @@ class SqliteQueueMachine(QueueMachine):
 
 TestQueueMachineInMemory = MemoryQueueMachine.TestCase
 TestQueueMachineInMemory.settings = settings(
-    max_examples=60, stateful_step_count=40, deadline=None, print_blob=True
+    max_examples=100, stateful_step_count=40, deadline=None, print_blob=True
 )
 TestQueueMachineOnSqlite = SqliteQueueMachine.TestCase
 TestQueueMachineOnSqlite.settings = settings(

@@ -45,6 +45,7 @@ from store_steps import (
     List,
     Move,
     Put,
+    Retire,
     SaveClock,
     Step,
     Sweep,
@@ -159,6 +160,10 @@ class StoreMachine(RuleBasedStateMachine):
     @rule(step=lists, fault=faults)
     def register(self, step: Step, fault: Fault | None) -> None:
         self.commit([step], fault)
+
+    @rule(queue=st.sampled_from(QUEUES), fault=faults)
+    def retire(self, queue: bytes, fault: Fault | None) -> None:
+        self.commit([Retire(queue)], fault)
 
     @rule(rows_max=st.integers(1, 6), fault=faults)
     def sweep(self, rows_max: int, fault: Fault | None) -> None:

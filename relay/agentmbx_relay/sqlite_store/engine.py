@@ -10,6 +10,7 @@ import os
 import sqlite3
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Final, Self, TypeVar
@@ -180,12 +181,18 @@ class SqliteStore:
             raise self._broken
 
     async def _in_thread(self, step: Callable[[], T]) -> T:
-        # A caller that is cancelled must not leave a commit behind that nobody waits for.
+        # A caller that is cancelled, even twice, must not leave a commit behind that nobody waits
+        # for, and what broke in it must not be forgotten.
         future = asyncio.get_running_loop().run_in_executor(self._thread, step)
         try:
             return await asyncio.shield(future)
         except asyncio.CancelledError:
-            await asyncio.wait([future])
+            while not future.done():
+                with suppress(asyncio.CancelledError):
+                    await asyncio.wait([future])
+            error = future.exception()
+            if isinstance(error, StoreBroken):
+                self._broken = error
             raise
 
     async def _commit(

@@ -16,7 +16,6 @@ from agentmbx_protocol.errors import QueueFull, Refusal, RelayFull, Unavailable
 from agentmbx_relay.group_commit import BATCH_BYTES_MAX, BATCH_WORKS_MAX, GroupCommit
 from agentmbx_relay.metrics import Metrics
 from agentmbx_relay.store import (
-    Store,
     StoreBroken,
     StoreBusy,
     StoreError,
@@ -26,7 +25,7 @@ from agentmbx_relay.store import (
 )
 from engines import Fault, SqliteEngine
 from fakes import MemoryStore, committing, settled
-from store_works import LENGTH, NOW, Shelf, ack, add_queue, fact, hold, parcel, refuse
+from store_works import LENGTH, Shelf, ack, add_queue, fact, hold, parcel, refuse
 
 ENDS = [(StoreFull, RelayFull), (StoreBusy, Unavailable), (StoreBroken, Unavailable)]
 
@@ -550,16 +549,35 @@ async def test_a_committer_that_is_cancelled_in_a_commit_leaves_no_caller_waitin
     assert await results(running, *answers) == [asyncio.CancelledError, Unavailable, Unavailable]
 
 
+async def cancel_in_a_commit(shelf: Shelf) -> None:
+    """Cancel a committer twice while SQLite commits, and wait until it has ended."""
+    assert isinstance(shelf.engine, SqliteEngine)
+    disk = shelf.engine.disk
+    commits = GroupCommit(shelf.store, Metrics("test"))
+    running = asyncio.create_task(commits.run())
+    disk.gate.clear()
+    answer = asyncio.create_task(commits.submit(hold(parcel(1))))
+    assert await asyncio.to_thread(disk.under_way.wait, 10)
+    for _ in range(2):
+        running.cancel()
+        await settled()
+        assert not running.done()
+    disk.gate.set()
+    assert await results(running, answer) == [asyncio.CancelledError, Unavailable]
+
+
 async def test_a_commit_of_sqlite_is_over_when_a_cancelled_committer_has_ended(
     shelf: Shelf,
 ) -> None:
-    store: Store = shelf.store
-    commits = GroupCommit(store, Metrics("test"))
-    running = asyncio.create_task(commits.run())
-    answer = asyncio.create_task(commits.submit(hold(parcel(1), now_ms=NOW)))
-    await settled()
-    running.cancel()
-    await results(running, answer)
-    # Nothing is left under way that could be told of later, or collide with this.
-    assert await shelf.waiting() in ([parcel(0).data], [parcel(0).data, parcel(1).data])
-    await store.commit([hold(parcel(2))])
+    await cancel_in_a_commit(shelf)
+    assert await shelf.waiting() == [parcel(0).data, parcel(1).data]
+    await shelf.do(hold(parcel(2)))
+
+
+async def test_rule_1_a_disk_that_breaks_under_a_cancelled_committer_is_not_forgotten(
+    shelf: Shelf,
+) -> None:
+    shelf.engine.fail_next_commit(StoreBroken)
+    await cancel_in_a_commit(shelf)
+    with pytest.raises(StoreBroken):
+        await shelf.do(hold(parcel(2)))
