@@ -89,6 +89,7 @@ LAYOUTS: Final[Mapping[int, Layout]] = {
     Kind.RESULT: _PROOF,
 }
 _LABELS: Final = {kind: f"agentmbx/1 {kind.name.lower()}".encode() + b"\0" for kind in Kind}
+_FORMS: Final = {kind.value: (kind, LAYOUTS[kind], _LABELS[kind]) for kind in Kind}
 
 
 class Frame(msgspec.Struct, frozen=True, gc=False):
@@ -138,10 +139,10 @@ def parse(data: bytes, *kinds: Kind) -> Frame:
         if data[:3] == _FAMILY and length > FIELDS_AT:
             raise UnsupportedVersion
         raise Malformed("The bytes do not begin as a frame does.")
-    layout = LAYOUTS.get(data[4]) if length > FIELDS_AT else None
-    if layout is None:
+    form = _FORMS.get(data[4]) if length > FIELDS_AT else None
+    if form is None:
         raise Malformed("The frame is cut short or of an unknown kind.")
-    kind = Kind(data[4])
+    kind, layout, label = form
     if data[5:8] != b"\0\0\0":
         raise Malformed("A reserved byte of the frame is not zero.")
     if kinds and kind not in kinds:
@@ -154,7 +155,7 @@ def parse(data: bytes, *kinds: Kind) -> Frame:
     ):
         raise Malformed("The lengths of the frame do not fit its kind.")
     sha = hashlib.sha256(memoryview(data)[: -limits.SIGNATURE_BYTES])
-    message = _LABELS[kind] + sha.digest()
+    message = label + sha.digest()
     sha.update(data[-limits.SIGNATURE_BYTES :])
     return Frame(data, kind, data[8:FIELDS_AT], sha.digest(), message)
 

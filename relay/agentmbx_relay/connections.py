@@ -7,16 +7,19 @@ a peer that sends or reads a byte at a time is cut off whatever it does.
 import asyncio
 import socket
 import struct
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Mapping
 from contextlib import suppress
+from http import HTTPStatus
 from typing import Any, Final, cast
 
 import msgspec
 import structlog
-from aiohttp import web
+from aiohttp import StreamReader, web
+from aiohttp.helpers import rfc822_formatted_time
+from aiohttp.http import RawRequestMessage
 
 from agentmbx_protocol import bodies, limits
-from agentmbx_protocol.errors import Malformed, Refusal, ShuttingDown, Unavailable
+from agentmbx_protocol.errors import Malformed, Refusal, ShuttingDown, TooLarge
 
 SCAN_S: Final = 1.0
 DRAIN_S: Final = 2.0
@@ -25,6 +28,7 @@ BODIES_BYTES_MAX: Final = 64 * limits.DEPOSIT_BYTES_MAX
 HEAD_BYTES_MAX: Final = 8190
 HEAD_LINES_MAX: Final = 64
 NEVER: Final = float("inf")
+_REASONS: Final = {status.value: f"{status.value} {status.phrase}" for status in HTTPStatus}
 
 log = structlog.get_logger("agentmbx.relay")
 
@@ -38,17 +42,44 @@ class Deadlines(msgspec.Struct, frozen=True):
     idle_s: float
 
 
+class Answer(msgspec.Struct, frozen=True):
+    """A whole answer; `closes` ends the connection with it."""
+
+    status: int
+    media_type: str
+    body: bytes
+    headers: Mapping[str, str] = {}
+    closes: bool = False
+
+
+class Request(msgspec.Struct):
+    """The head of a request: `target` is as it stands in the request line."""
+
+    method: str
+    target: str
+    headers: Mapping[str, str]
+    connection: "Connection"
+
+    async def read(self, bytes_max: int) -> bytes:
+        """The body; raises `TooLarge` before all of a larger one is here."""
+        return await self.connection.read_body(self.headers, bytes_max)
+
+
+Handler = Callable[[Request], Awaitable[Answer]]
+
+
 class Connection(web.RequestHandler):
     """One connection; `deadline` is when it is cut off unless its phase has ended by then."""
 
     __slots__ = (
-        "_body",
-        "_body_bytes",
-        "_broken",
         "_deadlines",
         "_drain_bytes",
         "_drained",
+        "_handler",
         "_loop_time",
+        "_parts",
+        "_parts_bytes",
+        "_payload",
         "_resting",
         "_server",
         "deadline",
@@ -58,12 +89,13 @@ class Connection(web.RequestHandler):
     def __init__(self, server: "ConnectionServer", **kwargs: Any) -> None:  # noqa: ANN401 - they are aiohttp's
         super().__init__(server, **kwargs)
         self._deadlines = server.deadlines
+        self._handler = server.handler
         self._loop_time = asyncio.get_running_loop().time
         self._server = server
-        self._body: list[bytes] = []
-        self._body_bytes = 0
+        self._payload: StreamReader | None = None
+        self._parts: list[bytes] = []
+        self._parts_bytes = 0
         self._resting = True
-        self._broken = False
         self.reading = False
         self._drained: asyncio.Event | None = None
         self._drain_bytes = DRAIN_BYTES_MAX
@@ -81,29 +113,94 @@ class Connection(web.RequestHandler):
             self.deadline = self._loop_time() + self._deadlines.head_s
         super().data_received(data)
 
-    def reading_body(self) -> list[bytes]:
-        """Say that the head is here; the list is for the parts of the body, while they are wanted.
+    async def start(self) -> None:
+        """Answer one request after the other.
 
-        It is emptied when the connection ends, however long others still refer to it.
+        It stands in for aiohttp's own loop, which makes a task and three objects for each of
+        them and so costs twice as much as all the rest of HTTP.
         """
+        with suppress(ConnectionError):
+            stays = True
+            while stays and not self._force_close and not self._close:
+                message, payload = await self._next_message()
+                self._request_in_progress = True
+                try:
+                    stays = await self._answer(message, payload)
+                finally:
+                    self._payload = None
+                    self._request_in_progress = False
+                    if self._handler_waiter is not None and not self._handler_waiter.done():
+                        self._handler_waiter.set_result(None)
+        if self.transport is not None:
+            self.transport.close()
+
+    async def _next_message(self) -> tuple[object, StreamReader]:
+        if not self._messages:
+            self._waiter = self._loop.create_future()
+            try:
+                await self._waiter
+            finally:
+                self._waiter = None
+        message, payload = self._messages.popleft()
+        if self._parser is not None:
+            self._parser.message_consumed()
+        if self._buffer_paused and len(self._messages) <= self._msg_queue_resume_size:
+            self._resume_reading_if_drained()
+        return message, payload
+
+    async def _answer(self, message: object, payload: StreamReader) -> bool:
+        """Answer one request; whether the connection stays for another.
+
+        An answer before the end of the request ends the connection.
+        """
+        if isinstance(message, RawRequestMessage):
+            self._payload = payload
+            request = Request(message.method, message.path, message.headers, self)
+            answer = await self._handler(request)
+            unread = not payload.is_eof() or self._reading_paused
+            stays = not (unread or message.should_close or self._upgraded or answer.closes)
+            head_only = message.method == "HEAD"
+        else:
+            log.info("bad_http", error=type(getattr(message, "exc", None)).__name__)
+            answer = problem_answer(Malformed("This is not HTTP as the relay speaks it."), 400)
+            unread, stays, head_only = True, False, False
+        self._let_go_of_body()
+        await self._write(_encode(answer, stays=stays, head_only=head_only))
+        if unread:
+            await self._drain()
+        self._resting = True
+        self.deadline = self._loop_time() + self._deadlines.idle_s
+        return stays
+
+    async def read_body(self, headers: Mapping[str, str], bytes_max: int) -> bytes:
+        """The body of the request that is being answered; see `Request.read`."""
+        if int(headers.get("Content-Length", "0")) > bytes_max:
+            raise TooLarge
+        payload = self._payload
+        if payload is None or self.transport is None:
+            raise ConnectionResetError
         self.reading = True
         self.deadline = self._loop_time() + self._deadlines.body_s
-        return self._body
-
-    def took(self, length: int) -> None:
-        """Say that so many bytes of a body were read."""
-        self._body_bytes += length
-        self._server.count_body(length)
+        if headers.get("Expect", "").lower() == "100-continue":
+            self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
+        # Emptied when the connection ends, however long others still refer to it.
+        parts = self._parts
+        while not payload.at_eof():
+            part = await payload.readany()
+            parts.append(part)
+            self._parts_bytes += len(part)
+            self._server.count_body(len(part))
+            if self._parts_bytes > bytes_max:
+                raise TooLarge
+        # The request is here; how long its answer takes is ours to decide.
+        self.reading = False
+        self.deadline = NEVER
+        return parts[0] if len(parts) == 1 else b"".join(parts)
 
     def refuse(self, refusal: Refusal) -> None:
         """Let the reader of the body meet this refusal instead of the rest of it."""
-        if self._current_request is not None:
-            self._current_request.content.set_exception(refusal)
-
-    def working(self) -> None:
-        """Say that the request is here, and how long its answer takes is ours to decide."""
-        self.reading = False
-        self.deadline = NEVER
+        if self._payload is not None:
+            self._payload.set_exception(refusal)
 
     def cut_off(self) -> None:
         """End it at once; what the peer has not read is dropped from the system's buffers too."""
@@ -113,37 +210,28 @@ class Connection(web.RequestHandler):
             plug.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
             self.transport.abort()
 
-    def _let_go_of_body(self) -> None:
-        self.reading = False
-        self._server.count_body(-self._body_bytes)
-        self._body_bytes = 0
-        self._body.clear()
-
-    async def finish_response(
-        self, request: web.BaseRequest, resp: web.StreamResponse, start_time: float | None
-    ) -> tuple[web.StreamResponse, bool]:
-        """Write the answer within its deadline, then rest until the next request.
-
-        An answer before the end of the request ends the connection.
-        """
-        self._let_go_of_body()
-        self.deadline = self._loop_time() + self._deadlines.write_s
-        early = not request.content.is_eof() or self._broken
-        if early:
-            resp.force_close()
-        result = await super().finish_response(request, resp, start_time)
-        if early:
-            await self._drain()
-        self._resting = True
-        self.deadline = self._loop_time() + self._deadlines.idle_s
-        return result
-
     def connection_lost(self, exc: BaseException | None) -> None:
         """Stop waiting for a peer that is gone."""
         self._let_go_of_body()
         if self._drained is not None:
             self._drained.set()
+        if self._payload is not None:
+            self._payload.set_exception(exc or ConnectionResetError("the peer is gone"))
         super().connection_lost(exc)
+
+    def _let_go_of_body(self) -> None:
+        self.reading = False
+        self._server.count_body(-self._parts_bytes)
+        self._parts_bytes = 0
+        self._parts.clear()
+
+    async def _write(self, data: bytes) -> None:
+        if self.transport is None:
+            raise ConnectionResetError
+        self.deadline = self._loop_time() + self._deadlines.write_s
+        self.transport.write(data)
+        if self.writing_paused:
+            await self._drain_helper()
 
     async def _drain(self) -> None:
         # A peer that is cut off while it still sends meets a reset, and never reads the answer.
@@ -158,36 +246,13 @@ class Connection(web.RequestHandler):
             async with asyncio.timeout(DRAIN_S):
                 await self._drained.wait()
 
-    def handle_error(
-        self,
-        request: web.BaseRequest,
-        status: int = 500,
-        exc: BaseException | None = None,
-        message: str | None = None,
-    ) -> web.StreamResponse:
-        """Answer what is no HTTP with a problem that repeats nothing of it."""
-        del request, message
-        self._broken = True
-        log.info("bad_http", error=type(exc).__name__)
-        refusal: Refusal = Malformed("This is not HTTP as the relay speaks it.")
-        if status >= 500:  # noqa: PLR2004 - the HTTP class of server errors
-            refusal = Unavailable()
-        response = problem_response(refusal, status)
-        response.force_close()
-        return response
-
 
 class ConnectionServer(web.Server):
     """Makes a `Connection` for each peer, and cuts off those beyond a bound or a deadline."""
 
-    def __init__(
-        self,
-        handler: Callable[[web.BaseRequest], Awaitable[web.StreamResponse]],
-        *,
-        deadlines: Deadlines,
-        connections_max: int,
-    ) -> None:
-        super().__init__(handler)
+    def __init__(self, handler: Handler, deadlines: Deadlines, connections_max: int) -> None:
+        super().__init__(_unused)
+        self.handler = handler
         self.deadlines = deadlines
         self._connections_max = connections_max
         self._bodies_bytes = 0
@@ -200,7 +265,7 @@ class ConnectionServer(web.Server):
             loop=asyncio.get_running_loop(),
             access_log=None,
             auto_decompress=False,
-            keepalive_timeout=self.deadlines.idle_s,
+            keepalive_timeout=0,
             lingering_time=0,
             max_line_size=HEAD_BYTES_MAX,
             max_field_size=HEAD_BYTES_MAX,
@@ -248,13 +313,22 @@ class ConnectionServer(web.Server):
                     cast("Connection", connection).cut_off()
 
 
-def problem_response(
-    refusal: Refusal, status: int, queue_state: bytes | None = None
-) -> web.Response:
+def problem_answer(refusal: Refusal, status: int, queue_state: bytes | None = None) -> Answer:
     """A problem as an answer, without a word about the software or this machine."""
-    return web.Response(
-        body=bodies.problem(refusal, queue_state, status=status),
-        status=status,
-        content_type=bodies.PROBLEM_MEDIA_TYPE,
-        headers={"Server": "agentmbx"},
+    body = bodies.problem(refusal, queue_state, status=status)
+    return Answer(status, bodies.PROBLEM_MEDIA_TYPE, body)
+
+
+async def _unused(_request: web.BaseRequest) -> web.StreamResponse:
+    raise NotImplementedError("connections answer with the handler of their server")
+
+
+def _encode(answer: Answer, *, stays: bool, head_only: bool) -> bytes:
+    named = "".join(f"{name}: {value}\r\n" for name, value in answer.headers.items())
+    head = (
+        f"HTTP/1.1 {_REASONS[answer.status]}\r\nServer: agentmbx\r\n"
+        f"Content-Type: {answer.media_type}\r\n{named}Content-Length: {len(answer.body)}\r\n"
+        f"Date: {rfc822_formatted_time()}\r\nConnection: {'keep-alive' if stays else 'close'}"
+        "\r\n\r\n"
     )
+    return head.encode("ascii") + (b"" if head_only else answer.body)

@@ -52,21 +52,28 @@ class GroupCommit:
         self.broken = asyncio.Event()
         self.failing = False
 
-    async def submit(self, work: Work[T], *, length: int = 0, digests: Sequence[bytes] = ()) -> T:
-        """What `work` returns, once that is durable.
+    def submit(
+        self, work: Work[T], *, length: int = 0, digests: Sequence[bytes] = ()
+    ) -> asyncio.Future[T]:
+        """Will be what `work` returns, once that is durable.
 
         `length` is how many bytes of envelopes it may add; work with a length is refused first
         when the disk is full. `digests` are those that it will ask the store
-        about. Raises the `Refusal` that the work raised, or `RelayFull` or
+        about. The future raises the `Refusal` that the work raised, or `RelayFull` or
         `Unavailable` when the commit did not happen. If the caller is cancelled the work may
         still be done; nothing else is affected.
         """
+        done: asyncio.Future[T] = asyncio.get_running_loop().create_future()
         if self._stopping or self.broken.is_set():
-            raise Unavailable(retry_after_s=RETRY_S)
-        done = asyncio.get_running_loop().create_future()
-        self._waiting.append(_Waiting(cast("Work[object]", work), length, digests, done))
+            done.set_exception(Unavailable(retry_after_s=RETRY_S))
+            return done
+        self._waiting.append(
+            _Waiting(
+                cast("Work[object]", work), length, digests, cast("asyncio.Future[object]", done)
+            )
+        )
         self._arrived.set()
-        return cast("T", await done)
+        return done
 
     async def run(self) -> None:
         """Commit until `stop`; returns when all that was submitted is answered."""

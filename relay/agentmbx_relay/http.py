@@ -2,30 +2,25 @@
 
 import json
 import random
-from collections.abc import Awaitable, Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Final
+from urllib.parse import unquote
 
+import msgspec
 import structlog
-from aiohttp import web
-from aiohttp.helpers import rfc822_formatted_time
+from aiohttp.web import RequestPayloadError
 
 from agentmbx_protocol import bodies, limits
-from agentmbx_protocol.errors import Malformed, Refusal, ShuttingDown, TooLarge, Unavailable
-from agentmbx_relay.connections import Connection, problem_response
+from agentmbx_protocol.errors import Malformed, Refusal, ShuttingDown, Unavailable
+from agentmbx_relay.connections import Answer, Handler, Request, problem_answer
 from agentmbx_relay.health import Health
 from agentmbx_relay.metrics import Metrics
 from agentmbx_relay.relay import ProvenRefusal, Relay
 
 RETURN_S_MAX: Final = 5
 DEFAULT_RETRY_S: Final = 5
-_SERVER: Final = {"Server": "agentmbx"}
-_FRAMES_HEAD: Final = (
-    f"HTTP/1.1 200 OK\r\nServer: agentmbx\r\nContent-Type: {bodies.FRAMES_MEDIA_TYPE}\r\n"
-)
 
 log = structlog.get_logger("agentmbx.relay")
-
-Handler = Callable[[web.BaseRequest], Awaitable[web.StreamResponse]]
 
 
 class HttpRefusal(Exception):
@@ -35,39 +30,6 @@ class HttpRefusal(Exception):
         super().__init__(refusal.detail)
         self.refusal = refusal
         self.status = status
-
-
-class FramesAnswer(web.StreamResponse):
-    """A 200 with frames in one piece: an answer of aiohttp's own takes three times as long.
-
-    Only for answers to POST, which have no other form.
-    """
-
-    def __init__(self, frames: bytes) -> None:
-        super().__init__()
-        self._frames = frames
-        self._asked: web.BaseRequest | None = None
-
-    async def prepare(self, request: web.BaseRequest) -> None:
-        """Remember whom to answer; the connection stays open if the request wants that."""
-        self._asked = request
-        if not request.keep_alive:
-            self.force_close()
-
-    async def write_eof(self, data: bytes = b"") -> None:
-        """Write the head and the frames, and wait while the peer reads too slowly."""
-        del data
-        if self._asked is None:
-            raise RuntimeError("an answer is prepared before it is written")
-        stays = self.keep_alive is not False
-        named = "".join(f"{name}: {value}\r\n" for name, value in self.headers.items())
-        head = (
-            f"{_FRAMES_HEAD}{named}Content-Length: {len(self._frames)}\r\n"
-            f"Date: {rfc822_formatted_time()}\r\n"
-            f"Connection: {'keep-alive' if stays else 'close'}\r\n\r\n"
-        )
-        self._keep_alive = stays
-        await self._asked.writer.write(head.encode("ascii") + self._frames)
 
 
 class Front:
@@ -87,7 +49,7 @@ class Front:
             "readyz": {"GET": self._readyz},
         }
 
-    async def handle(self, request: web.BaseRequest) -> web.StreamResponse:
+    async def handle(self, request: Request) -> Answer:
         """The answer to any request; whatever goes wrong becomes a problem."""
         try:
             return await self._route(request)(request)
@@ -97,18 +59,18 @@ class Front:
             return self._problem(proven.refusal, proven.refusal.status, proven.queue_state)
         except HttpRefusal as refused:
             return self._problem(refused.refusal, refused.status)
-        except (ConnectionError, web.RequestPayloadError):
-            # The peer is gone or broke its own framing; aiohttp closes the connection.
+        except (ConnectionError, RequestPayloadError):
+            # The peer is gone or broke its own framing; the connection closes.
             return self._problem(Malformed("The request was cut short."), Malformed.status)
         except Exception as error:
             self._metrics.fault()
             log.error("request_failed", error=type(error).__name__, exc_info=error)
             return self._problem(Unavailable(), Unavailable.status)
 
-    def _route(self, request: web.BaseRequest) -> Handler:
-        methods = self._routes.get(request.raw_path[1:])
+    def _route(self, request: Request) -> Handler:
+        methods = self._routes.get(request.target[1:])
         if methods is None:
-            parts = request.path.rstrip("/").split("/")
+            parts = unquote(request.target.partition("?")[0]).rstrip("/").split("/")
             methods = self._routes.get(parts[-1]) or self._routes.get("/".join(parts[-2:]))
         if methods is None:
             raise HttpRefusal(Malformed("There is nothing at this path."), 404)
@@ -117,93 +79,74 @@ class Front:
             raise HttpRefusal(Malformed("This path takes another method."), 405)
         return methods[method]
 
-    async def _deposit(self, request: web.BaseRequest) -> web.StreamResponse:
+    async def _deposit(self, request: Request) -> Answer:
         body = await _read_body(request, limits.DEPOSIT_BYTES_MAX)
-        return FramesAnswer(await self._relay.deposit(body))
+        return Answer(200, bodies.FRAMES_MEDIA_TYPE, await self._relay.deposit(body))
 
-    async def _collect(self, request: web.BaseRequest) -> web.StreamResponse:
+    async def _collect(self, request: Request) -> Answer:
         body = await _read_body(request, limits.COMMAND_BYTES_MAX)
-        response = FramesAnswer(bodies.join_frames(await self._relay.collect(body)))
-        if self._relay.draining:
-            # Each poller comes back at a moment of its own, so that they do not all come at once.
-            response.headers["Retry-After"] = str(_return_s())
-            response.force_close()
-        return response
+        frames = await self._relay.collect(body)
+        # Each poller comes back at a moment of its own, so that they do not all come at once.
+        return _frames_answer(frames, returns_s=_return_s() if self._relay.draining else None)
 
-    async def _register(self, request: web.BaseRequest) -> web.StreamResponse:
+    async def _register(self, request: Request) -> Answer:
         body = await _read_body(request, limits.COMMAND_BYTES_MAX)
-        return FramesAnswer(bodies.join_frames([await self._relay.register(body)]))
+        return _frames_answer([await self._relay.register(body)])
 
-    async def _retire(self, request: web.BaseRequest) -> web.StreamResponse:
+    async def _retire(self, request: Request) -> Answer:
         body = await _read_body(request, limits.COMMAND_BYTES_MAX)
-        return FramesAnswer(bodies.join_frames([await self._relay.retire(body)]))
+        return _frames_answer([await self._relay.retire(body)])
 
-    async def _info(self, _request: web.BaseRequest) -> web.Response:
-        return _json_response(self._relay.info(), 200)
+    async def _info(self, _request: Request) -> Answer:
+        return _json_answer(self._relay.info(), 200)
 
-    async def _livez(self, _request: web.BaseRequest) -> web.Response:
-        return _json_response({"alive": True}, 200)
+    async def _livez(self, _request: Request) -> Answer:
+        return _json_answer({"alive": True}, 200)
 
-    async def _readyz(self, _request: web.BaseRequest) -> web.Response:
+    async def _readyz(self, _request: Request) -> Answer:
         ready = self._health.ready
-        return _json_response({"ready": ready}, 200 if ready else 503)
+        return _json_answer({"ready": ready}, 200 if ready else 503)
 
-    def _problem(
-        self, refusal: Refusal, status: int, queue_state: bytes | None = None
-    ) -> web.Response:
+    def _problem(self, refusal: Refusal, status: int, queue_state: bytes | None = None) -> Answer:
         self._metrics.refused(refusal)
         log.info("refused", code=refusal.code, status=status)
-        response = problem_response(refusal, status, queue_state)
+        answer = problem_answer(refusal, status, queue_state)
         if isinstance(refusal, ShuttingDown):
-            response.headers["Retry-After"] = str(_return_s())
-            response.force_close()
-        elif refusal.retryable:
-            response.headers["Retry-After"] = str(refusal.retry_after_s or DEFAULT_RETRY_S)
-        return response
+            return _returning(answer, _return_s())
+        if refusal.retryable:
+            wait_s = refusal.retry_after_s or DEFAULT_RETRY_S
+            return msgspec.structs.replace(answer, headers={"Retry-After": str(wait_s)})
+        return answer
 
 
 async def metrics_page(
-    metrics: Metrics, totals: Callable[[], Mapping[str, int]], request: web.BaseRequest
-) -> web.StreamResponse:
+    metrics: Metrics, totals: Callable[[], Mapping[str, int]], request: Request
+) -> Answer:
     """What the metrics listener answers: the page at `/metrics`, and nothing else."""
-    if request.method not in ("GET", "HEAD") or request.path != "/metrics":
-        return problem_response(Malformed("Only GET /metrics is here."), 404)
-    return web.Response(
-        body=metrics.page(totals()),
-        headers={"Content-Type": "text/plain; version=0.0.4; charset=utf-8", **_SERVER},
-    )
+    path = request.target.partition("?")[0]
+    if request.method not in ("GET", "HEAD") or path != "/metrics":
+        return problem_answer(Malformed("Only GET /metrics is here."), 404)
+    return Answer(200, "text/plain; version=0.0.4; charset=utf-8", metrics.page(totals()))
 
 
-async def _read_body(request: web.BaseRequest, bytes_max: int) -> bytes:
-    connection = request.protocol
+async def _read_body(request: Request, bytes_max: int) -> bytes:
     if request.headers.get("Content-Encoding", "identity").lower() != "identity":
         raise HttpRefusal(Malformed("A body is never compressed."), 415)
-    if (request.content_length or 0) > bytes_max:
-        raise TooLarge
-    chunks = connection.reading_body() if isinstance(connection, Connection) else []
-    if request.headers.get("Expect", "").lower() == "100-continue":
-        await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-        request.writer.output_size = 0
-    length = 0
-    while chunk := await request.content.readany():
-        length += len(chunk)
-        if length > bytes_max:
-            raise TooLarge
-        if isinstance(connection, Connection):
-            connection.took(len(chunk))
-        chunks.append(chunk)
-    if isinstance(connection, Connection):
-        connection.working()
-    return chunks[0] if len(chunks) == 1 else b"".join(chunks)
+    return await request.read(bytes_max)
 
 
-def _json_response(document: Mapping[str, object], status: int) -> web.Response:
-    return web.Response(
-        body=json.dumps(document).encode(),
-        status=status,
-        content_type="application/json",
-        headers=_SERVER,
-    )
+def _frames_answer(frames: Iterable[bytes], *, returns_s: int | None = None) -> Answer:
+    answer = Answer(200, bodies.FRAMES_MEDIA_TYPE, bodies.join_frames(frames))
+    return answer if returns_s is None else _returning(answer, returns_s)
+
+
+def _json_answer(document: Mapping[str, object], status: int) -> Answer:
+    return Answer(status, "application/json", json.dumps(document).encode())
+
+
+def _returning(answer: Answer, wait_s: int) -> Answer:
+    """The same answer, after which the connection ends and the peer is to come back later."""
+    return msgspec.structs.replace(answer, headers={"Retry-After": str(wait_s)}, closes=True)
 
 
 def _return_s() -> int:

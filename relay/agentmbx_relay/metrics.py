@@ -3,18 +3,19 @@
 No label holds a queue, a key, a name or an address.
 """
 
-from collections.abc import Callable, Iterator, Mapping
+import itertools
+from bisect import bisect_left
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Final
 
 from prometheus_client import (
     CollectorRegistry,
     Counter,
     Gauge,
-    Histogram,
     disable_created_metrics,
     generate_latest,
 )
-from prometheus_client.core import CounterMetricFamily
+from prometheus_client.core import CounterMetricFamily, HistogramMetricFamily
 from prometheus_client.registry import Collector
 
 from agentmbx_protocol.errors import REFUSALS, Refusal
@@ -50,15 +51,36 @@ _GAUGES: Final = {
 }
 
 
+class _Histogram:
+    """How many values fell below each bound; of the event loop alone, so without a lock."""
+
+    def __init__(self, bounds: Sequence[float]) -> None:
+        self._bounds = bounds
+        self._counts = [0] * (len(bounds) + 1)
+        self._sum = 0.0
+
+    def observe(self, value: float) -> None:
+        self._counts[bisect_left(self._bounds, value)] += 1
+        self._sum += value
+
+    def family(self, name: str, text: str) -> HistogramMetricFamily:
+        names = [*map(str, map(float, self._bounds)), "+Inf"]
+        below = list(zip(names, itertools.accumulate(self._counts), strict=True))
+        return HistogramMetricFamily(name, text, buckets=below, sum_value=self._sum)
+
+
 class _Counts(Collector):
-    """Shows plain numbers as counters when the page is made."""
+    """Shows plain numbers as metrics when the page is made."""
 
-    def __init__(self, counts: Mapping[str, int]) -> None:
+    def __init__(self, counts: Mapping[str, int], histograms: Mapping[str, _Histogram]) -> None:
         self._counts = counts
+        self._histograms = histograms
 
-    def collect(self) -> Iterator[CounterMetricFamily]:
+    def collect(self) -> Iterator[CounterMetricFamily | HistogramMetricFamily]:
         for name, text in _COUNTERS.items():
             yield CounterMetricFamily(_PREFIX + name, text, value=self._counts[name])
+        for name, histogram in self._histograms.items():
+            yield histogram.family(_PREFIX + name, _HISTOGRAMS[name][0])
 
 
 class Metrics:
@@ -70,11 +92,8 @@ class Metrics:
         self._registry = registry
         # Counted by the event loop alone, so plain numbers do, without a lock for each.
         self._counts = dict.fromkeys(_COUNTERS, 0)
-        registry.register(_Counts(self._counts))
-        self._histograms = {
-            name: Histogram(_PREFIX + name, text, buckets=buckets, registry=registry)
-            for name, (text, buckets) in _HISTOGRAMS.items()
-        }
+        self._histograms = {name: _Histogram(bounds) for name, (_, bounds) in _HISTOGRAMS.items()}
+        registry.register(_Counts(self._counts, self._histograms))
         self._gauges = {
             name: Gauge(_PREFIX + name, text, registry=registry) for name, text in _GAUGES.items()
         }

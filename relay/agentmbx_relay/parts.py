@@ -1,10 +1,10 @@
 """Builds the parts of a running relay and hands each what it needs; `main` runs them."""
 
 from functools import partial
+from typing import Final
 
 import msgspec
 import structlog
-from aiohttp import web
 
 from agentmbx_protocol import limits
 from agentmbx_protocol.errors import Refusal
@@ -22,6 +22,8 @@ from agentmbx_relay.settings import Settings
 from agentmbx_relay.signatures import Signatures
 from agentmbx_relay.store import Store, Transaction
 
+METRICS_CONNECTIONS_MAX: Final = 16
+
 log = structlog.get_logger("agentmbx.relay")
 
 
@@ -31,7 +33,7 @@ class Parts(msgspec.Struct, frozen=True):
     relay: Relay
     commits: GroupCommit
     server: ConnectionServer
-    metrics_server: web.Server
+    metrics_server: ConnectionServer
     workers: list[Worker]
 
     async def save_url(self, url: str) -> None:
@@ -63,21 +65,19 @@ def build(
     relay = Relay(key, store, commits, signatures, clock=clock, policy=policy, metrics=metrics)
     health = Health()
     maintenance = Maintenance(store, commits, clock=clock, metrics=metrics, health=health)
-    server = ConnectionServer(
-        Front(relay, health, metrics).handle,
-        deadlines=Deadlines(
-            settings.head_timeout,
-            settings.body_timeout,
-            settings.write_timeout,
-            settings.idle_timeout,
-        ),
-        connections_max=connections_max,
+    deadlines = Deadlines(
+        settings.head_timeout, settings.body_timeout, settings.write_timeout, settings.idle_timeout
     )
+    front = Front(relay, health, metrics)
+    server = ConnectionServer(front.handle, deadlines, connections_max)
+    page = partial(metrics_page, metrics, store.totals)
+    metrics_server = ConnectionServer(page, deadlines, METRICS_CONNECTIONS_MAX)
     workers = [
         Worker("commits", commits.run),
         Worker("signatures", signatures.run),
         Worker("maintenance", maintenance.run),
         Worker("connections", server.cut_off_slow),
+        Worker("metrics_connections", metrics_server.cut_off_slow),
     ]
     health.watch("workers", lambda: not any(worker.failing for worker in workers))
     health.watch("commit", lambda: not commits.failing)
@@ -87,5 +87,4 @@ def build(
     health.watch("disk", lambda: store.totals()["free_bytes"] >= wanted_bytes)
     health.watch("serving", lambda: not relay.draining)
     metrics.watch(ready=lambda: health.ready, polls=lambda: relay.poll_count)
-    page = web.Server(partial(metrics_page, metrics, store.totals), access_log=None)
-    return Parts(relay, commits, server, page, workers)
+    return Parts(relay, commits, server, metrics_server, workers)

@@ -127,8 +127,7 @@ class Relay:
         if not good:
             raise _first_refusal(parcels)
         queue_key, signer = good[0].queue, good[0].signer
-        listed = self._store.sender(queue_key, signer)
-        if listed is None:
+        if self._store.sender(queue_key, signer) is None:
             raise NoSuchQueue
         verdicts = await self._signatures.verify(
             [parcel.frame for parcel in good], alone=self._deposits_under_way == 1

@@ -96,8 +96,9 @@ async def _run_in(folder: DataFolder, settings: relay_settings.Settings) -> bool
                 await _either(stopping, parts.commits.broken)
                 log.info("relay_stopping", broken=parts.commits.broken.is_set())
                 parts.relay.drain()
-            for name in ("connections", "maintenance", "signatures"):
-                tasks[name].cancel()
+            for name, task in tasks.items():
+                if name != "commits":
+                    task.cancel()
             parts.commits.stop()
     log.info("relay_stopped")
     return parts.commits.broken.is_set()

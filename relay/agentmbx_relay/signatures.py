@@ -48,20 +48,23 @@ class Signatures:
         self._pipe: asyncio.WriteTransport | None = None
         self.failing = False
 
-    async def verify(self, frames: Sequence[frame.Frame], *, alone: bool) -> list[Verdict]:
+    def verify(
+        self, frames: Sequence[frame.Frame], *, alone: bool
+    ) -> asyncio.Future[list[Verdict]]:
         """For each frame of one kind, None, or the `BadSignature` that it is refused with.
 
         `alone` says that no other request is under way that needs this thread.
         """
-        if self.failing or (alone and len(frames) <= INLINE_MAX):
-            return [_verdict(each) for each in frames]
         loop = asyncio.get_running_loop()
         check = _Check(frames, loop.create_future())
+        if self.failing or (alone and len(frames) <= INLINE_MAX):
+            _settle(check, [_verdict(each) for each in frames])
+            return check.done
         if not self._waiting:
             loop.call_soon(self._ask)
         self._waiting.append(check)
         self._wanted.set()
-        return await check.done
+        return check.done
 
     async def run(self) -> None:
         """Keep the process, from the first time that it is wanted, until cancelled."""

@@ -37,13 +37,13 @@ class Counter:
         self.store = store
         self.commits = commits
 
-    def ask(self, work: Work[object], length: int = 0) -> asyncio.Task[object]:
-        return asyncio.create_task(self.commits.submit(work, length=length))
+    def ask(self, work: Work[object], length: int = 0) -> asyncio.Future[object]:
+        return self.commits.submit(work, length=length)
 
-    def deposit(self, number: int) -> asyncio.Task[object]:
+    def deposit(self, number: int) -> asyncio.Future[object]:
         return self.ask(hold(parcel(number)), LENGTH)
 
-    async def hold_up(self) -> asyncio.Task[object]:
+    async def hold_up(self) -> asyncio.Future[object]:
         """A commit that stays in its middle until the gate is opened."""
         self.store.under_way.clear()
         self.store.gate.clear()
@@ -83,7 +83,7 @@ async def counter() -> AsyncIterator[Counter]:
         yield counter
 
 
-async def results(*answers: asyncio.Task[object]) -> list[object]:
+async def results(*answers: asyncio.Future[object]) -> list[object]:
     """What each caller was answered: a value, or the class of the error."""
     async with asyncio.timeout(10):
         outcomes = await asyncio.gather(*answers, return_exceptions=True)
@@ -337,8 +337,8 @@ async def test_nor_does_one_that_stands_behind_an_ack(shelf: Shelf) -> None:
     break_once(shelf, "UPDATE envelope")
     async with committing(shelf.store) as commits:
         answers = [
-            asyncio.create_task(commits.submit(ack(parcel(0)))),
-            asyncio.create_task(commits.submit(hold(parcel(1)), length=LENGTH)),
+            commits.submit(ack(parcel(0))),
+            commits.submit(hold(parcel(1)), length=LENGTH),
         ]
         assert await results(*answers) == [1, RelayFull]
     assert await shelf.waiting() == []
@@ -393,9 +393,7 @@ async def test_counters_do_not_move_twice_when_works_are_tried_one_by_one(shelf:
         return queue.counter
 
     async with committing(shelf.store) as commits:
-        answers = [
-            asyncio.create_task(commits.submit(work)) for work in (next_counter, bug, next_counter)
-        ]
+        answers = [commits.submit(work) for work in (next_counter, bug, next_counter)]
         assert await results(*answers) == [2, Unavailable, 3]
 
 
@@ -484,7 +482,7 @@ def test_at_whatever_moment_callers_go_all_others_are_answered(
             counter.store.disk.failures.extend(
                 each("a fault of the test") if each else None for each in failures
             )
-            answers: dict[int, asyncio.Task[object]] = {}
+            answers: dict[int, asyncio.Future[object]] = {}
             for moment, is_open in enumerate(gates):
                 if is_open:
                     counter.store.gate.set()
@@ -524,12 +522,12 @@ async def test_when_told_to_stop_it_answers_all_and_takes_no_more() -> None:
     running = asyncio.create_task(commits.run())
     await commits.submit(add_queue())
     store.gate.clear()
-    answers = [asyncio.create_task(commits.submit(hold(parcel(n)))) for n in range(3)]
+    answers = [commits.submit(hold(parcel(n))) for n in range(3)]
     await store.under_way.wait()
-    answers.append(asyncio.create_task(commits.submit(hold(parcel(3)))))
+    answers.append(commits.submit(hold(parcel(3))))
     await settled()
     commits.stop()
-    refused = asyncio.create_task(commits.submit(hold(parcel(4))))
+    refused = commits.submit(hold(parcel(4)))
     await settled()
     assert not running.done()
     store.gate.set()
@@ -543,7 +541,7 @@ async def test_a_committer_that_is_cancelled_in_a_commit_leaves_no_caller_waitin
     commits = GroupCommit(store, Metrics("test"))
     running = asyncio.create_task(commits.run())
     store.gate.clear()
-    answers = [asyncio.create_task(commits.submit(add_queue())) for _ in range(2)]
+    answers = [commits.submit(add_queue()) for _ in range(2)]
     await store.under_way.wait()
     running.cancel()
     assert await results(running, *answers) == [asyncio.CancelledError, Unavailable, Unavailable]
@@ -556,7 +554,7 @@ async def cancel_in_a_commit(shelf: Shelf) -> None:
     commits = GroupCommit(shelf.store, Metrics("test"))
     running = asyncio.create_task(commits.run())
     disk.gate.clear()
-    answer = asyncio.create_task(commits.submit(hold(parcel(1))))
+    answer = commits.submit(hold(parcel(1)))
     assert await asyncio.to_thread(disk.under_way.wait, 10)
     for _ in range(2):
         running.cancel()

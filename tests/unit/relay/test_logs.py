@@ -2,11 +2,21 @@
 
 import json
 import logging
+from collections.abc import Iterator
 
 import pytest
 import structlog
 
 from agentmbx_relay import logs
+
+
+@pytest.fixture(autouse=True)
+def _no_logging_stays() -> Iterator[None]:
+    """Leave no stream of a test's behind for the loggers of others."""
+    handlers = logging.root.handlers
+    yield
+    structlog.reset_defaults()
+    logging.root.handlers = handlers
 
 
 class Clock:
