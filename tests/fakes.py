@@ -411,10 +411,10 @@ class CountingKey(SigningKey):
 
 
 class CountingSignatures(Signatures):
-    """Checks signatures without a process of its own, and counts them."""
+    """Checks and makes signatures without a process of its own, and counts the checks."""
 
-    def __init__(self) -> None:
-        super().__init__()
+    def __init__(self, key: SigningKey = RELAY) -> None:
+        super().__init__(key)
         self.failing = True
         self.count = 0
 
@@ -439,7 +439,7 @@ def relay_on(
         key,
         store,
         commits,
-        signatures or CountingSignatures(),
+        signatures or CountingSignatures(key),
         clock=clock or RelayClock(START_MS, 0, now_wall_ms=0, ticks_ms=Ticks()),
         policy=policy or Policy("test", True, 1000, Quota(PLENTY, PLENTY, 0)),  # noqa: FBT003
         metrics=Metrics("test"),

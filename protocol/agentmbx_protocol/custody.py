@@ -50,10 +50,16 @@ class Stored(msgspec.Struct, frozen=True):
     facts: tuple[StoredFact, ...]
 
 
+def prepare_held(relay: bytes, queue: bytes, facts: Iterable[HeldFact]) -> frame.Unsigned:
+    """A `held` by the key `relay` for 1 to 64 facts of one queue (SPEC section 4.2)."""
+    tail = b"".join([_HELD.pack(f.digest, f.length, f.accepted_ms, f.until_ms) for f in facts])
+    return frame.prepare(frame.Kind.HELD, relay, queue, tail)
+
+
 def make_held(relay_key: SigningKey, queue: bytes, facts: Iterable[HeldFact]) -> bytes:
-    """A signed `held` for 1 to 64 facts of one queue (SPEC section 4.2)."""
-    tail = b"".join(_HELD.pack(f.digest, f.length, f.accepted_ms, f.until_ms) for f in facts)
-    return frame.sign(frame.Kind.HELD, relay_key, queue, tail)
+    """The same, signed."""
+    unsigned = prepare_held(relay_key.public, queue, facts)
+    return unsigned.data + relay_key.sign(unsigned.message)
 
 
 def parse_held(data: bytes) -> Held:

@@ -126,6 +126,13 @@ class Frame(msgspec.Struct, frozen=True, gc=False):
         keys.verify(self.signer, self.message, self.signature)
 
 
+class Unsigned(msgspec.Struct, frozen=True, gc=False):
+    """A frame without its last 64 bytes, which are its signer's signature of `message`."""
+
+    data: bytes
+    message: bytes
+
+
 def parse(data: bytes, *kinds: Kind) -> Frame:
     """The frame that `data` is, if it is one of `kinds` (any kind when none is given).
 
@@ -160,8 +167,8 @@ def parse(data: bytes, *kinds: Kind) -> Frame:
     return Frame(data, kind, data[8:FIELDS_AT], sha.digest(), message)
 
 
-def sign(kind: Kind, key: keys.SigningKey, fields: bytes, tail: bytes = b"") -> bytes:
-    """The bytes of a new frame of `kind` by `key`.
+def prepare(kind: Kind, signer: bytes, fields: bytes, tail: bytes = b"") -> Unsigned:
+    """A new frame of `kind` by `signer`, up to its signature.
 
     Raises `TooLarge` when the tail is longer than the kind's layout allows and `ValueError` for
     any other length that it does not allow.
@@ -171,6 +178,12 @@ def sign(kind: Kind, key: keys.SigningKey, fields: bytes, tail: bytes = b"") -> 
         raise TooLarge("The content is too large for one frame.")
     if len(fields) != layout.fields or len(tail) < layout.tail_min or len(tail) % layout.tail_step:
         raise ValueError(f"wrong lengths for a frame of kind {kind.name}")
-    head = MAGIC + bytes((kind, 0, 0, 0)) + key.public + fields
-    unsigned = head + _TAIL_LENGTH.pack(len(tail)) + tail
-    return unsigned + key.sign(_LABELS[kind] + hashlib.sha256(unsigned).digest())
+    head = MAGIC + bytes((kind, 0, 0, 0)) + signer + fields
+    data = head + _TAIL_LENGTH.pack(len(tail)) + tail
+    return Unsigned(data, _LABELS[kind] + hashlib.sha256(data).digest())
+
+
+def sign(kind: Kind, key: keys.SigningKey, fields: bytes, tail: bytes = b"") -> bytes:
+    """The bytes of a new frame of `kind` by `key`; raises as `prepare` does."""
+    unsigned = prepare(kind, key.public, fields, tail)
+    return unsigned.data + key.sign(unsigned.message)

@@ -40,6 +40,11 @@ class SigningKey:
         """The 64-byte signature of `message`."""
         return bindings.crypto_sign(message, self._secret)[: limits.SIGNATURE_BYTES]
 
+    @property
+    def secret(self) -> bytes:
+        """The 64 secret bytes as libsodium takes them: the seed and the public key."""
+        return self._secret
+
     def __repr__(self) -> str:
         return "SigningKey(...)"
 

@@ -59,7 +59,7 @@ def build(
     saved_ms, saved_wall_ms = store.saved_clock()
     clock = RelayClock(saved_ms, saved_wall_ms, now_wall_ms=wall_ms())
     commits = GroupCommit(store, metrics)
-    signatures = Signatures()
+    signatures = Signatures(key)
     quota = Quota(settings.queue_bytes_max, settings.relay_bytes_max, settings.disk_reserve)
     policy = Policy(settings.name, settings.open, settings.queues_max, quota)
     relay = Relay(key, store, commits, signatures, clock=clock, policy=policy, metrics=metrics)

@@ -146,7 +146,7 @@ class Relay:
         ]
         if holding.new_count:
             self._wake(holding.queue_id)
-        answer = self._answer_deposit(queue_key, outcomes)
+        answer = await self._answer_deposit(queue_key, outcomes)
         duplicates = sum(not isinstance(each, Refusal) for each in outcomes) - holding.new_count
         self._metrics.deposited(holding.new_count, duplicates, time.perf_counter() - started)
         return answer
@@ -232,7 +232,7 @@ class Relay:
         length = sum(each.length for each in deposits)
         return await self._commits.submit(work, length=length, digests=list(taken))
 
-    def _answer_deposit(
+    async def _answer_deposit(
         self, queue_key: bytes, outcomes: Sequence[custody.HeldFact | Refusal]
     ) -> bytes:
         held = {each.digest: each for each in outcomes if isinstance(each, custody.HeldFact)}
@@ -245,8 +245,10 @@ class Relay:
             raise refused[0].refusal
         for each in refused:
             self._metrics.refused(each.refusal)
-        statement = custody.make_held(self._key, queue_key, held.values())
-        return bodies.make_deposit_answer(statement, refused)
+        unsigned = custody.prepare_held(self._key.public, queue_key, held.values())
+        alone = self._deposits_under_way == 1
+        signature = await self._signatures.sign(unsigned.message, alone=alone)
+        return bodies.make_deposit_answer(unsigned.data + signature, refused)
 
     async def _wait_for_mail(self, queue: Queue, bytes_max: int, wait_s: int) -> list[bytes]:
         arrived = asyncio.Event()

@@ -144,7 +144,7 @@ class Bench:
     def __init__(self, store: MemoryStore) -> None:
         self.store = store
         self.key = CountingKey()
-        self.signatures = CountingSignatures()
+        self.signatures = CountingSignatures(self.key)
         self.owner = Owner(RELAY.public)
         self.sender = Correspondent(self.owner)
         self.owner.senders = (self.sender.pair.public,)
