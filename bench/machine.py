@@ -4,7 +4,7 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Final
 
@@ -17,7 +17,7 @@ from agentmbx_protocol.keys import SigningKey
 APPEND_BYTES: Final = 4096
 APPENDS: Final = 400
 SPELLS: Final = 5
-SPELL_S: Final = 0.2
+SPELL_S: Final = 0.1
 MEMORY_FILE_SYSTEMS: Final = ("tmpfs", "ramfs")
 
 
@@ -50,10 +50,10 @@ def verifies_per_second(parcel: Envelope) -> float:
     return _per_second(lambda: bindings.crypto_sign_open(signed, signer))
 
 
-def mean(before: Limits, after: Limits) -> Limits:
-    """The middle of two measurements, field by field."""
-    pairs = zip(msgspec.structs.astuple(before), msgspec.structs.astuple(after), strict=True)
-    return Limits(*(statistics.mean(pair) for pair in pairs))
+def median(measured: Sequence[Limits]) -> Limits:
+    """The middle of several measurements, field by field."""
+    columns = zip(*map(msgspec.structs.astuple, measured), strict=True)
+    return Limits(*map(statistics.median, columns))
 
 
 def disk_folder() -> Path:

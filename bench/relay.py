@@ -225,17 +225,18 @@ class Bench:
         self._people = People()
         self._slices: dict[str, list[Figures]] = collections.defaultdict(list)
         self._backlog_ratios: list[float] = []
+        self._limits: list[machine.Limits] = []
         self._started = time.monotonic()
 
     async def run(self) -> dict[str, object]:
-        """Measure the limits, the rounds, and the limits again; the whole report."""
+        """Measure rounds, and the limits of the machine before each and at the end."""
         size = self._size
         self._say("sealing letters")
         warm_up = self._people.seal(self._pool, SENDERS, 4)
         alone = self._people.seal(self._pool, 1, size.alone)
         batches = self._people.seal(self._pool, QUEUES, size.batches_of_each * BATCH)
         cycle = self._people.seal(self._pool, SENDERS, size.each_in_cycle)
-        before = machine.measure_limits(self._folder, warm_up[0][0], self._people.pairs[0])
+        parcel = warm_up[0][0]
         full = await self._start("full", warm_up)
         with full.process:
             await self._fill(full)
@@ -245,6 +246,7 @@ class Bench:
                 if began - self._started + longest_s > size.budget_s and number:
                     break
                 self._say(f"round {number + 1} of {size.rounds}")
+                self._measure_limits(parcel)
                 many = self._people.seal(self._pool, SENDERS, size.each_of_64)
                 empty = await self._start(f"empty{number}", warm_up)
                 with empty.process:
@@ -253,9 +255,13 @@ class Bench:
                     await self._compare_backlog(empty, full, many, full_first=bool(number % 2))
                     await self._note("batches_32", empty.deposit(batches, BATCH))
                 longest_s = max(longest_s, time.monotonic() - began)
-        after = machine.measure_limits(self._folder, warm_up[0][0], self._people.pairs[0])
+        self._measure_limits(parcel)
         at_once = list(self._pool.map(machine.verifies_per_second, warm_up[0][:2]))
-        return self._report(before, after, sum(at_once), warm_up[0][0].length)
+        return self._report(sum(at_once), parcel.length)
+
+    def _measure_limits(self, parcel: Envelope) -> None:
+        key = self._people.pairs[0]
+        self._limits.append(machine.measure_limits(self._folder, parcel, key))
 
     async def _start(self, name: str, warm_up: Mail) -> Target:
         target = Target(self._folder / name, self._people)
@@ -286,10 +292,8 @@ class Bench:
     async def _note(self, name: str, measured: Awaitable[Figures]) -> None:
         self._slices[name].append(await measured)
 
-    def _report(
-        self, before: machine.Limits, after: machine.Limits, two_at_once: float, length: int
-    ) -> dict[str, object]:
-        limit = machine.mean(before, after)
+    def _report(self, two_at_once: float, length: int) -> dict[str, object]:
+        limit = machine.median(self._limits)
         results = {name: _median(slices) for name, slices in self._slices.items()}
         many, verifies = results["senders_64"], limit.verifies_per_second
         extra_ms = results["one_sender"].p50_ms - limit.fdatasync_p50_ms
@@ -307,9 +311,9 @@ class Bench:
                 "cores": os.cpu_count(),
                 "file_system": machine.file_system(self._folder),
                 "folder": str(self._folder.parent),
-                "before": _rounded(before),
-                "after": _rounded(after),
-                "mean": _rounded(limit),
+                "before": _rounded(self._limits[0]),
+                "after": _rounded(self._limits[-1]),
+                "median": _rounded(limit),
                 "two_processes_verifies_per_second": round(two_at_once),
             },
             "results": {
@@ -344,7 +348,7 @@ def _print_table(report: Mapping[str, Any]) -> None:
     limits_now, results = report["machine"], report["results"]
     print(f"{limits_now['cores']} cores, {limits_now['file_system']} at {limits_now['folder']}")
     print(f"{'per second':26}{'append + fdatasync':>20}{'verify':>9}{'sign':>9}")
-    for name in ("before", "after", "mean"):
+    for name in ("before", "after", "median"):
         row = limits_now[name]
         print(
             f"{name:26}{row['fdatasyncs_per_second']:20,.0f}{row['verifies_per_second']:9,.0f}"

@@ -16,7 +16,7 @@ from agentmbx_protocol.keys import SigningKey
 from agentmbx_relay import signature_worker as worker
 
 INLINE_MAX: Final = 2
-PART_MAX: Final = 8
+PART_MAX: Final = 16
 RESTART_S: Final = 1.0
 
 T = TypeVar("T")
