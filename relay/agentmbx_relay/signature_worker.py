@@ -18,6 +18,7 @@ SIGN: Final = 1
 SECRET_BYTES: Final = 64
 KEY_BYTES: Final = 32
 SIGNATURE_BYTES: Final = 64
+NICENESS: Final = 5
 GOOD: Final = b"\1"
 BAD: Final = b"\0"
 ANSWER_BYTES: Final = {CHECK: 1, SIGN: SIGNATURE_BYTES}
@@ -36,6 +37,8 @@ def main() -> None:
     """Serve until standard input ends, as it does when the relay is gone."""
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, signal.SIG_IGN)
+    # Where both want one core, the relay goes first: all of its connections wait for it.
+    os.nice(NICENESS)
     source = os.fdopen(0, "rb")
     secret = source.read(SECRET_BYTES)
     while len(head := source.read(HEAD.size)) == HEAD.size:
