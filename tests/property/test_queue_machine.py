@@ -169,7 +169,7 @@ class QueueMachine(RuleBasedStateMachine):
         self.true_ms = 0
         self.restarts = 0
         self.runner.run(self._start())
-        self.runner.run(self.commits.submit(self._invite))
+        self.runner.run(self._submit(self._invite))
 
     def teardown(self) -> None:
         self.runner.run(self._stop())
@@ -409,7 +409,7 @@ class QueueMachine(RuleBasedStateMachine):
         await self._start()
 
     def _do(self, work: Callable[[Transaction], object]) -> None:
-        self.runner.run(self.commits.submit(work))
+        self.runner.run(self._submit(work))
 
     def _invite(self, transaction: Transaction) -> None:
         transaction.put_invite(Invite(INVITE.public, INVITE_USES, 2**62))
@@ -418,6 +418,9 @@ class QueueMachine(RuleBasedStateMachine):
         known = await self.commits.submit(lambda t: t.queue(QUEUE_KEYS[queue].public))
         assert known is not None
         return known
+
+    async def _submit(self, work: Callable[[Transaction], object]) -> None:
+        await self.commits.submit(work)
 
     async def _waiting(self, queue: int) -> list[bytes]:
         return await self.store.waiting(await self._queue(queue), 4_000_000)
