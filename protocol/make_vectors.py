@@ -10,7 +10,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Final
 
-from vector_parts import content_cases, frame_cases
+from vector_parts import content_cases, frame_cases, state_cases
 from vector_parts.fields import expected
 from vector_parts.frame_cases import Case
 
@@ -28,6 +28,7 @@ _SOURCES: Final = (
     content_cases.pairing_cases,
     content_cases.letter_cases,
     content_cases.plaintext_cases,
+    state_cases.state_cases,
     content_cases.body_cases,
 )
 

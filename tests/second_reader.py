@@ -5,15 +5,17 @@ It shares no code with the package, so what both say of the same bytes is what t
 
 import hashlib
 import ipaddress
+import itertools
 import re
 import unicodedata
-from collections.abc import Callable
-from typing import NamedTuple
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
 
 import nacl.bindings as sodium
 from nacl.exceptions import BadSignatureError
 
 Fields = dict[str, object]
+Row = list[Any]
 
 _U32, _U64 = range(2**32), range(2**64)
 _FROM_0, _FROM_1 = range(2**63), range(1, 2**63)
@@ -27,6 +29,16 @@ _UINT: _Forms = {0xCC: (1, 128), 0xCD: (2, 2**8), 0xCE: (4, 2**16), 0xCF: (8, 2*
 _BIN: _Forms = {0xC4: (1, 0), 0xC5: (2, 2**8), 0xC6: (4, 2**16)}
 _STR: _Forms = {0xD9: (1, 32), 0xDA: (2, 2**8)}
 _ARRAY: _Forms = {0xDC: (2, 16)}
+_MAP: _Forms = {0xDE: (2, 16)}
+
+# What is behind the first byte of a value that is passed over: so many bytes, or a number of this
+# width that counts bytes (and one more for an extension's type) or values (one or two for each).
+_PLAIN = {0xC0: 0, 0xC2: 0, 0xC3: 0, 0xCA: 4, 0xCB: 8}
+_PLAIN |= {0xCC: 1, 0xCD: 2, 0xCE: 4, 0xCF: 8, 0xD0: 1, 0xD1: 2, 0xD2: 4, 0xD3: 8}
+_PLAIN |= {0xD4: 2, 0xD5: 3, 0xD6: 5, 0xD7: 9, 0xD8: 17}
+_BYTES = {0xC4: 1, 0xC5: 2, 0xC6: 4, 0xD9: 1, 0xDA: 2, 0xDB: 4}
+_EXTENSIONS = {0xC7: 1, 0xC8: 2, 0xC9: 4}
+_VALUES = {0xDC: (2, 1), 0xDD: (4, 1), 0xDE: (2, 2), 0xDF: (4, 2)}
 
 _CONTENT_TYPE = re.compile(r"[a-z0-9][a-z0-9./-]{0,63}")
 _ADDRESS = re.compile(r"(?:\[([0-9a-f:.]+)\]|([0-9.]+)):([1-9][0-9]{0,4})")
@@ -105,6 +117,40 @@ class _Pack(_Reader):
 
     def array(self, least: int, most: int) -> range:
         return range(self._count(range(0x90, 0xA0), _ARRAY, range(least, most + 1)))
+
+    def map(self, most: int) -> range:
+        return range(self._count(range(0x80, 0x90), _MAP, range(most + 1)))
+
+    def rows(self, *parts: Callable[[], object]) -> list[Row]:
+        """An array of arrays, each of exactly these parts."""
+        rows = []
+        for _ in self.array(0, 2**16):
+            self.array(len(parts), len(parts))
+            rows.append([part() for part in parts])
+        return rows
+
+    def over(self) -> None:
+        """Passes over one value of any type."""
+        left = 1
+        while left:
+            first, left = self.uint(1), left - 1
+            if first in _PLAIN:
+                self.take(_PLAIN[first])
+            elif first in _BYTES:
+                self.take(self.uint(_BYTES[first]))
+            elif first in _EXTENSIONS:
+                self.take(self.uint(_EXTENSIONS[first]) + 1)
+            elif first in _VALUES:
+                width, each = _VALUES[first]
+                left += self.uint(width) * each
+            elif first in range(0x80, 0x90):
+                left += 2 * (first - 0x80)
+            elif first in range(0x90, 0xA0):
+                left += first - 0x90
+            elif first in range(0xA0, 0xC0):
+                self.take(first - 0xA0)
+            else:
+                _need(first < 0x80 or first >= 0xE0)
 
 
 class _Later:
@@ -348,6 +394,137 @@ def _letter(data: bytes) -> Fields:
     return letter
 
 
+_STATE_KEY = re.compile(r"[a-z_]{1,32}")
+# The most elements of each list, or of all the lists at one place of its elements.
+_STATE_MOST = (
+    ("streams", None, 64),
+    ("streams", 1, 1024),
+    ("streams", 2, 4096),
+    ("refused", None, 256),
+    ("sent", None, 64),
+    ("void", None, 64),
+    ("void", 1, 1024),
+    ("void_seen", None, 64),
+    ("void_seen", 1, 1024),
+    ("peer_cards", None, 16),
+    ("unopened", None, 32),
+)
+
+
+class _State(_Pack):
+    """The values of a state letter's keys (5.4)."""
+
+    def from_1(self) -> int:
+        return self.number(_FROM_1)
+
+    def from_0(self) -> int:
+        return self.number(_FROM_0)
+
+    def digest(self) -> str:
+        return self.key().hex()
+
+    def short(self) -> str:
+        return self.bin(range(8, 9)).hex()
+
+    def stream(self) -> str:
+        return self.bin(range(16, 17)).hex()
+
+    def flag(self) -> bool:
+        _need(self.take(1) == b"\xc3")
+        return True
+
+    def ranges(self) -> list[Row]:
+        rows = self.rows(self.from_1, self.from_1)
+        _need(rows, *(first <= last for first, last in rows))
+        _need(*(first > last + 1 for (_, last), (first, _) in itertools.pairwise(rows)))
+        return rows
+
+    def streams(self) -> list[Row]:
+        rows = self.rows(self.stream, self.ranges, lambda: self.rows(self.from_1, self.short))
+        for _, ranges, digests in rows:
+            _need(_rises(number for number, _ in digests))
+            at = 0
+            for number, _ in digests:
+                while at < len(ranges) and ranges[at][1] < number:
+                    at += 1
+                _need(at < len(ranges) and ranges[at][0] <= number)
+        return _by_stream(rows)
+
+    def refused(self) -> list[Row]:
+        rows = self.rows(self.stream, self.from_1, self.short)
+        _need(rows, _rises(rows))
+        return rows
+
+    def sent(self) -> list[Row]:
+        rows = self.rows(self.stream, self.from_1, self.from_0)
+        _need(*(confirmed <= last for _, last, confirmed in rows))
+        return _by_stream(rows)
+
+    def void(self) -> list[Row]:
+        return _by_stream(self.rows(self.stream, self.ranges))
+
+    def peer_cards(self) -> list[Row]:
+        rows = self.rows(self.from_1, self.digest)
+        _need(rows, _rises(rows[::-1]))
+        return rows
+
+    def unopened(self) -> list[str]:
+        digests = [self.digest() for _ in self.array(1, 2**16)]
+        _need(_rises(digests))
+        return digests
+
+
+def _rises(values: Iterable[Any]) -> bool:
+    return all(lower < higher for lower, higher in itertools.pairwise(values))
+
+
+def _by_stream(rows: list[Row]) -> list[Row]:
+    _need(rows, _rises(row[0] for row in rows))
+    return rows
+
+
+# The keys in their order, each with how its value is read and what it means when it is left out.
+_STATE_KEYS: dict[str, tuple[Callable[[_State], object], object]] = {
+    "card_sequence": (_State.from_1, None),
+    "card_digest": (_State.digest, None),
+    "sequence": (_State.from_1, None),
+    "streams": (_State.streams, []),
+    "refused": (_State.refused, []),
+    "sent": (_State.sent, []),
+    "void": (_State.void, []),
+    "void_seen": (_State.void, []),
+    "peer_cards": (_State.peer_cards, []),
+    "unopened": (_State.unopened, []),
+    "ask_seen": (_State.from_1, 0),
+    "now_ms": (_State.from_1, 0),
+    "ask": (_State.flag, False),
+    "bye": (_State.flag, False),
+}
+
+
+def _state(data: bytes) -> Fields:
+    if len(data) > 327_680:
+        raise _Refused("too_large")
+    pack, seen, known = _State(data), set(), {}
+    for _ in pack.map(64):
+        key = pack.str()
+        _need(_STATE_KEY.fullmatch(key), key not in seen)
+        seen.add(key)
+        if key in _STATE_KEYS:
+            known[key] = _STATE_KEYS[key][0](pack)
+        else:
+            pack.over()
+    pack.end()
+    _need(list(known) == [key for key in _STATE_KEYS if key in known])
+    whole: dict[str, Any] = {key: empty for key, (_, empty) in _STATE_KEYS.items()} | known
+    _need(None not in whole.values())
+    for key, part, most in _STATE_MOST:
+        count = len(whole[key]) if part is None else sum(len(row[part]) for row in whole[key])
+        if count > most:
+            raise _Refused("too_large")
+    return whole
+
+
 def _plaintext(data: bytes) -> Fields:
     if len(data) > _PADDED_MAX:
         raise _Refused("too_large")
@@ -376,7 +553,7 @@ def _frames(data: bytes) -> Fields:
     return {"frames": frames}
 
 
-_OTHERS = {"letter": _letter, "plaintext": _plaintext, "frames": _frames}
+_OTHERS = {"letter": _letter, "plaintext": _plaintext, "state": _state, "frames": _frames}
 
 
 def read(kind: str, data: bytes) -> dict[str, object] | str:

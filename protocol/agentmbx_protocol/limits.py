@@ -9,6 +9,7 @@ from typing import Final
 KEY_BYTES: Final = 32
 SIGNATURE_BYTES: Final = 64
 DIGEST_BYTES: Final = 32
+SHORT_DIGEST_BYTES: Final = 8
 INSTANCE_BYTES: Final = 16
 STREAM_BYTES: Final = 16
 TOKEN_BYTES: Final = 16
@@ -52,6 +53,30 @@ ROTATION_BYTES_MAX: Final = FRAME_OVERHEAD_BYTES + 8 + CARD_BYTES_MAX
 ROTATION_CHAIN_MAX: Final = 16
 CONTENT_TYPE_BYTES_MAX: Final = 64
 
+STATE_KEYS_MAX: Final = 64
+STATE_KEY_CHARACTERS_MAX: Final = 32
+STATE_STREAMS_MAX: Final = 64
+STATE_RANGES_MAX: Final = 1024
+STATE_DIGESTS_MAX: Final = 4096
+STATE_REFUSED_MAX: Final = 256
+STATE_CARDS_MAX: Final = 16
+STATE_UNOPENED_MAX: Final = 32
+# The most that each list takes in a state letter: a head is 1 to 3 bytes, a number up to 9.
+_STREAM_PACKED: Final = 2 + STREAM_BYTES
+_SHORT_DIGEST_PACKED: Final = 2 + SHORT_DIGEST_BYTES
+_RANGES_LIST_BYTES_MAX: Final = STATE_STREAMS_MAX * (
+    1 + _STREAM_PACKED + 3 + 3
+) + STATE_RANGES_MAX * (1 + 9 + 9)
+STATE_BYTES_MAX: Final = (
+    3 * _RANGES_LIST_BYTES_MAX
+    + STATE_DIGESTS_MAX * (1 + 9 + _SHORT_DIGEST_PACKED)
+    + STATE_REFUSED_MAX * (1 + _STREAM_PACKED + 9 + _SHORT_DIGEST_PACKED)
+    + STATE_STREAMS_MAX * (1 + _STREAM_PACKED + 9 + 9)
+    + STATE_CARDS_MAX * (1 + 9 + 2 + DIGEST_BYTES)
+    + STATE_UNOPENED_MAX * (2 + DIGEST_BYTES)
+    + 512
+)
+
 if not (
     # A full deposit answer, collect command and register command fit the command bound.
     COMMAND_BYTES_MAX >= DEPOSIT_ENVELOPES_MAX * (DIGEST_BYTES + 4 + 8 + 8) + 1024
@@ -64,6 +89,8 @@ if not (
     and BODY_BYTES_MAX + 32 * 1024 <= LETTER_BYTES_MAX
     and LETTER_BYTES_MAX + CARD_BYTES_MAX + ROTATION_CHAIN_MAX * ROTATION_BYTES_MAX + 1024
     <= PADDED_BYTES_MAX
+    # The largest state fits a letter.
+    and STATE_BYTES_MAX + 64 <= LETTER_BYTES_MAX
     # What a sender asks for is what a relay must take.
     and LETTER_LIFETIME_S_MAX + LETTER_TTL_EXTRA_S <= TTL_S_MAX
 ):

@@ -13,6 +13,7 @@ from agentmbx_protocol import queue_commands as commands
 from agentmbx_protocol.envelope import parse_envelope
 from agentmbx_protocol.errors import Refusal
 from agentmbx_protocol.frame import Kind
+from agentmbx_protocol.state import parse_state
 
 Fields = dict[str, object]
 
@@ -124,6 +125,13 @@ def _plaintext(data: bytes) -> Fields:
     return msgspec.structs.asdict(letter.parse_plaintext(data))
 
 
+def _state(data: bytes) -> Fields:
+    fields = msgspec.structs.asdict(parse_state(data))
+    return {
+        name: msgspec.to_builtins(each, builtin_types=(bytes,)) for name, each in fields.items()
+    }
+
+
 def _frames(data: bytes) -> Fields:
     return {"frames": bodies.split_frames(data, limits.DEPOSIT_ENVELOPES_MAX)}
 
@@ -156,5 +164,6 @@ DECODERS: Final[Mapping[str, Callable[[bytes], Fields]]] = {
     **{kind.name.lower(): _named(decode) for kind, decode in _FRAMES.items()},
     "letter": _letter,
     "plaintext": _plaintext,
+    "state": _state,
     "frames": _frames,
 }

@@ -31,6 +31,7 @@ _UINT: Final = _Type(range(0x80), {0xCC: 1, 0xCD: 2, 0xCE: 4, 0xCF: 8})
 _BIN: Final = _Type(range(0), {0xC4: 1, 0xC5: 2, 0xC6: 4})
 _STR: Final = _Type(range(0xA0, 0xC0), {0xD9: 1, 0xDA: 2, 0xDB: 4})
 _ARRAY: Final = _Type(range(0x90, 0xA0), {0xDC: 2, 0xDD: 4})
+_MAP: Final = _Type(range(0x80, 0x90), {0xDE: 2, 0xDF: 4})
 _INT_HEADS: Final = {0xD0: 1, 0xD1: 2, 0xD2: 4, 0xD3: 8}
 
 
@@ -87,6 +88,12 @@ def array(elements: Sequence[bytes], *, counted: int | None = None) -> bytes:
     """An array of elements that are packed already, its head as short as may be."""
     count = len(elements) if counted is None else counted
     return _head(_ARRAY, count) + b"".join(elements)
+
+
+def mapping(entries: Sequence[tuple[bytes, bytes]], *, counted: int | None = None) -> bytes:
+    """A map of values that are packed already under keys of any bytes, its head short."""
+    count = len(entries) if counted is None else counted
+    return _head(_MAP, count) + b"".join(text(key) + value for key, value in entries)
 
 
 def text(utf8: bytes) -> bytes:

@@ -157,6 +157,17 @@ def letter_elements(
     return [*head, text(content_type), pack(content)]
 
 
+def state_entries(**changes: bytes | None) -> list[tuple[bytes, bytes]]:
+    """The three entries that every state has, and `changes` packed already; None takes one out."""
+    entries = {
+        "card_sequence": pack(5),
+        "card_digest": pack(filler("card", 32)),
+        "sequence": pack(1),
+        **changes,
+    }
+    return [(key.encode(), value) for key, value in entries.items() if value is not None]
+
+
 def inside_elements(
     letter: bytes | None = None, card_data: bytes = b"", rotations: Sequence[bytes] = ()
 ) -> list[bytes]:

@@ -9,7 +9,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from agentmbx_protocol import bodies, card, custody, envelope, frame, keys, letter, padding, pairing
+from agentmbx_protocol import (
+    bodies,
+    card,
+    custody,
+    envelope,
+    frame,
+    keys,
+    letter,
+    padding,
+    pairing,
+    state,
+)
 from agentmbx_protocol import queue_commands as commands
 from agentmbx_protocol.errors import REFUSALS, CannotOpen, Malformed, ProtocolError, Refusal
 from agentmbx_protocol.frame import Kind
@@ -19,7 +30,7 @@ from frame_values import few, many, numbers, signing_keys, some, texts
 from mutations import mutated
 from vector_parts import typical
 from vector_parts.fields import expected
-from vector_parts.raw_forms import RawFrame, array
+from vector_parts.raw_forms import RawFrame, array, mapping
 
 garbage = st.one_of(
     st.binary(max_size=600),
@@ -34,6 +45,7 @@ garbage = st.one_of(
     mutated([bodies.make_deposit_answer(typical.held().data, [])]),
     mutated([bodies.problem(Malformed(), typical.queue_state().data)]),
     mutated([array(typical.letter_elements()), array(typical.inside_elements())]),
+    mutated([mapping(typical.state_entries())]),
 )
 SENT = [envelope.parse_envelope(typical.envelope().data)]
 GREETING = pairing.parse_hello(typical.hello().data, Kind.HELLO)
@@ -64,6 +76,7 @@ PARSERS: dict[str, Callable[[bytes], object]] = {
         envelope.parse_envelope(d), typical.SEALING, receiver=bytes(32)
     ),
     "padding.check_padding": lambda d: padding.check_padding(d, len(d) // 2),
+    "state.parse_state": state.parse_state,
     "bodies.split_frames": lambda d: bodies.split_frames(d, 64),
     "bodies.parse_deposit_answer": lambda d: bodies.parse_deposit_answer(d, 64),
     "bodies.parse_problem": bodies.parse_problem,
@@ -93,7 +106,19 @@ def test_any_bytes_give_a_value_or_a_typed_error_in_every_parser(data: bytes) ->
 
 def test_every_parser_has_its_place_in_the_test_above() -> None:
     verbs = ("parse", "decode", "split", "open", "believe", "follow", "check", "verify")
-    modules = (frame, envelope, custody, commands, card, pairing, letter, bodies, keys, padding)
+    modules = (
+        frame,
+        envelope,
+        custody,
+        commands,
+        card,
+        pairing,
+        letter,
+        state,
+        bodies,
+        keys,
+        padding,
+    )
     doors = {
         f"{module.__name__.rpartition('.')[2]}.{name}"
         for module in modules

@@ -28,6 +28,7 @@ def run(source: str) -> None:
         "LETTER_BYTES_MAX: Final = 262_144",
         "ROTATION_CHAIN_MAX: Final = 64",
         "TTL_S_MAX: Final = 72 * 3600",
+        "STATE_RANGES_MAX: Final = 8192",
     ],
 )
 def test_limits_that_contradict_each_other_are_refused_at_import(line: str) -> None:

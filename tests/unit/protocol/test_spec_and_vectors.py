@@ -15,9 +15,10 @@ from agentmbx_protocol import frame, limits
 from agentmbx_protocol.bodies import FRAMES_MEDIA_TYPE, PROBLEM_MEDIA_TYPE, join_frames
 from agentmbx_protocol.errors import REFUSALS
 from agentmbx_protocol.frame import Kind
+from agentmbx_protocol.state import State
 from mutations import mutated
 from second_reader import read
-from vector_parts import crooked_keys, typical
+from vector_parts import crooked_keys, state_cases, typical
 from vector_parts.fields import DECODERS, expected
 from vector_parts.frame_cases import Case, frame_faults
 from vector_parts.raw_forms import array, filler
@@ -94,6 +95,7 @@ def test_the_page_lists_the_limits_of_the_code() -> None:
         "KEY_BYTES",
         "SIGNATURE_BYTES",
         "DIGEST_BYTES",
+        "SHORT_DIGEST_BYTES",
         "INSTANCE_BYTES",
         "STREAM_BYTES",
         "TOKEN_BYTES",
@@ -107,8 +109,15 @@ def test_the_page_lists_the_limits_of_the_code() -> None:
         "TIME_MS_MAX",
         "CARD_BYTES_MAX",
         "ROTATION_BYTES_MAX",
+        "STATE_BYTES_MAX",
     }
-    assert {name for name in vars(limits) if name.isupper()} - set(listed) == own_to_the_code
+    named = {name for name in vars(limits) if name.isupper() and not name.startswith("_")}
+    assert named - set(listed) == own_to_the_code
+
+
+def test_the_page_lists_the_keys_of_a_state_letter_in_the_order_of_the_code() -> None:
+    listed = tuple(row["key"].strip("`") for row in table("5.4"))
+    assert listed == State.__struct_fields__
 
 
 def test_the_page_says_how_long_a_frame_is_around_its_fields_and_tail() -> None:
@@ -171,7 +180,7 @@ def test_the_vectors_are_what_their_generator_writes_now() -> None:
 def test_the_vectors_have_a_name_of_their_own_and_one_line_each() -> None:
     assert len({vector["name"] for vector in VECTORS}) == len(VECTORS)
     assert len(make_vectors.PATH.read_text("ascii").splitlines()) == len(VECTORS) + 2
-    assert make_vectors.PATH.stat().st_size < 440_000
+    assert make_vectors.PATH.stat().st_size < 460_000
     for vector in VECTORS:
         assert list(vector) == ["name", "kind", "hex", "expect"]
         assert vector["hex"] == bytes.fromhex(vector["hex"]).hex()
@@ -271,6 +280,7 @@ def _large_cases() -> Iterator[tuple[str, str, bytes]]:
     yield "malformed", "plaintext", typical.padded(array(too_long))
     yield "too_large", "plaintext", bytes(507_905)
     yield "malformed", "plaintext", bytes(507_904)
+    yield from ((code, "state", data) for code, data in state_cases.large_states())
     yield "ok", "frames", join_frames([bytes(524_288)] * 8)
     yield "too_large", "frames", join_frames([bytes(524_288)] + [b"f"] * 64)
 
