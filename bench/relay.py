@@ -29,7 +29,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 import http_load
 import machine
 
-from agentmbx_node.hops.relay import open_session
+from agentmbx_node.hops.http import open_session
 from agentmbx_protocol import bodies, custody, limits
 from agentmbx_protocol.envelope import Envelope, parse_envelope
 from agentmbx_protocol.errors import ProtocolError

@@ -12,7 +12,7 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 
 from agentmbx_node.errors import OperatingError
-from agentmbx_node.hops.relay import RelayRefused, open_session
+from agentmbx_node.hops.http import HopRefused, open_session
 from agentmbx_protocol.custody import HeldFact
 from agentmbx_protocol.envelope import Envelope, parse_envelope
 from agentmbx_protocol.keys import SigningKey, key_text
@@ -118,7 +118,7 @@ class Story:
         async with self._wire() as wire:
             try:
                 await wire.register(stranger)
-            except RelayRefused as error:
+            except HopRefused as error:
                 return f"refused: {error.refusal.code}"
         raise StoryFailed("a stranger made a queue on a closed relay")
 
@@ -244,7 +244,7 @@ async def tell(story: Story, say: Callable[[str], None]) -> Mapping[str, object]
         started = time.perf_counter()
         try:
             shown, ok = await act(), True
-        except (StoryFailed, OperatingError, RelayRefused, RuntimeError, OSError) as error:
+        except (StoryFailed, OperatingError, HopRefused, RuntimeError, OSError) as error:
             shown, ok = f"{type(error).__name__}: {error}", False
         duration_ms = round((time.perf_counter() - started) * 1000, 1)
         steps.append({"name": name, "ok": ok, "ms": duration_ms})

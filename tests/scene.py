@@ -13,7 +13,7 @@ from contextlib import asynccontextmanager
 import msgspec
 import pytest
 
-from agentmbx_node.hops.relay import RelayRefused, open_session
+from agentmbx_node.hops.http import HopRefused, open_session
 from agentmbx_protocol.keys import key_text
 from correspondents import Correspondent, Owner, Wire
 from relay_process import RelayProcess
@@ -85,8 +85,8 @@ def stretched_s(limit_s: float) -> float:
     return limit_s * max((time.monotonic() - started) / QUIET_START_S, 1)
 
 
-async def refused(call: Awaitable[object]) -> RelayRefused:
+async def refused(call: Awaitable[object]) -> HopRefused:
     """How the relay refuses `call`, as it must."""
-    with pytest.raises(RelayRefused) as raised:
+    with pytest.raises(HopRefused) as raised:
         await call
     return raised.value

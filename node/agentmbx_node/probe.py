@@ -8,7 +8,8 @@ import aiohttp
 import msgspec
 
 from agentmbx_node.errors import OperatingError
-from agentmbx_node.hops.relay import RelayHop, RelayLine, RelayRefused, fetch_info
+from agentmbx_node.hops.http import HopRefused
+from agentmbx_node.hops.relay import RelayHop, RelayLine, fetch_info
 from agentmbx_protocol.envelope import make_envelope, parse_envelope
 from agentmbx_protocol.errors import NotAdmitted, ProtocolError
 from agentmbx_protocol.keys import SealingKey, SigningKey, key_from_text
@@ -176,7 +177,7 @@ async def probe_relay(session: aiohttp.ClientSession, line: RelayLine) -> AsyncI
         started = time.perf_counter()
         try:
             shows = await run()
-        except RelayRefused as error:
+        except HopRefused as error:
             raise ProbeFailed(name, str(error), refused=True) from error
         except NotAdmitted as error:
             raise ProbeFailed(name, str(error), refused=True) from error

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from agentmbx_node.errors import OperatingError
-from agentmbx_node.hops.relay import open_session
+from agentmbx_node.hops.http import open_session
 from agentmbx_protocol.keys import SigningKey
 from agentmbx_protocol.queue_commands import Flag, QueueState, senders_digest
 from correspondents import Correspondent, Wire

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from agentmbx_node.errors import OperatingError
-from agentmbx_node.hops.relay import RelayRefused
+from agentmbx_node.hops.http import HopRefused
 from agentmbx_protocol.custody import HeldFact
 from agentmbx_protocol.envelope import Envelope, parse_envelope
 from raw_http import RawConnection, deposit_request, request
@@ -85,7 +85,7 @@ async def _ready_status(relay: RelayProcess) -> int:
 async def _takes_deposits(scene: Scene) -> bool:
     try:
         await scene.wire.deposit(scene.sender.write())
-    except RelayRefused:
+    except HopRefused:
         return False
     return True
 
@@ -121,7 +121,7 @@ async def test_a_full_disk_refuses_deposits_serves_owners_and_recovers_alone(
                 lambda: "disk" in relay.log()[logged:], within_s=20, what="a word in the log"
             )
             assert len(relay.log()[logged:].splitlines()) <= 12
-            with pytest.raises(RelayRefused) as refused:
+            with pytest.raises(HopRefused) as refused:
                 await scene.wire.deposit(*(scene.sender.write() for _ in range(8)))
             assert refused.value.refusal.code == "relay_full"
             waiting = await scene.wire.collect(scene.owner, [each.digest for each in acked])
@@ -212,7 +212,7 @@ async def _assert_stops(tmp_path: Path, injection: str) -> None:
                     *(scene.wire.deposit(each) for each in tried), return_exceptions=True
                 )
                 for outcome in outcomes:
-                    assert isinstance(outcome, RelayRefused | OperatingError), outcome
+                    assert isinstance(outcome, HopRefused | OperatingError), outcome
                 assert await asyncio.to_thread(relay.wait, STOPS_S) == 1
             assert STOPPED in relay.log()
             assert "Traceback" not in relay.log()

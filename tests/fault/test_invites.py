@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 
-from agentmbx_node.hops.relay import open_session
+from agentmbx_node.hops.http import open_session
 from agentmbx_protocol.envelope import parse_envelope
 from correspondents import Owner, Wire
 from relay_process import AGENTMBX, RelayProcess

@@ -13,7 +13,7 @@ import msgspec
 import pytest
 
 import process_view
-from agentmbx_node.hops.relay import RelayRefused, open_session
+from agentmbx_node.hops.http import HopRefused, open_session
 from agentmbx_protocol import bodies
 from agentmbx_protocol.envelope import parse_envelope
 from agentmbx_protocol.keys import SigningKey, key_text
@@ -220,7 +220,7 @@ async def test_an_invite_never_travels(tmp_path: Path) -> None:
             await wire.hop.register(*frames)
             # The admit that went over the wire is of no use to who heard it.
             thief = Owner(relay.relay_key)
-            with pytest.raises(RelayRefused) as stolen:
+            with pytest.raises(HopRefused) as stolen:
                 await wire.hop.register(thief.register_frame(), frames[1])
             assert stolen.value.refusal.code == "not_admitted"
             forged = thief.admit_frame(SigningKey.generate())

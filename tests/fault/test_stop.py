@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from agentmbx_node.errors import OperatingError
-from agentmbx_node.hops.relay import RelayRefused
+from agentmbx_node.hops.http import HopRefused
 from agentmbx_protocol.bodies import join_frames
 from agentmbx_protocol.envelope import Envelope, parse_envelope
 from process_view import children
@@ -31,7 +31,7 @@ async def _upload_until_refused(scene: Scene, outcomes: list[Outcome]) -> None:
         batch = [scene.sender.write() for _ in range(4)]
         try:
             answer = await scene.wire.deposit(*batch)
-        except (RelayRefused, OperatingError) as error:
+        except (HopRefused, OperatingError) as error:
             outcomes.append((batch, error))
             return
         assert set(answer.held) == {letter.digest for letter in batch}
@@ -112,7 +112,7 @@ async def _assert_same_data(scenes: Sequence[Scene], outcomes: Sequence[Outcome]
         count = len(found.intersection(letter.digest for letter in batch))
         if error is None:
             assert count == len(batch)
-        elif isinstance(error, RelayRefused):
+        elif isinstance(error, HopRefused):
             assert error.refusal.code in ("shutting_down", "unavailable")
             assert count == 0
         else:

@@ -11,8 +11,9 @@ import pytest
 from aiohttp import web
 
 from agentmbx_node.errors import OperatingError
-from agentmbx_node.hops import relay as hops_relay
-from agentmbx_node.hops.relay import RelayHop, RelayRefused, fetch_info, open_session
+from agentmbx_node.hops.http import HopRefused, open_session
+from agentmbx_node.hops.relay import RELAY as RELAY_FAR_END
+from agentmbx_node.hops.relay import RelayHop, fetch_info
 from agentmbx_protocol import bodies, custody
 from agentmbx_protocol.custody import HeldFact, NotBelieved
 from agentmbx_protocol.envelope import Envelope
@@ -252,7 +253,7 @@ async def test_an_endless_answer_is_given_up_after_a_bounded_part(
                 await call
         with pytest.raises(OperatingError):
             await fetch_info(hop._session, hop._url)
-    assert poured < 3 * (hops_relay.ANSWER_BYTES_MAX + 16 * 2**20)
+    assert poured < 3 * (RELAY_FAR_END.answer_bytes_max + 16 * 2**20)
 
 
 async def test_an_answer_that_breaks_off_or_never_comes_is_an_operating_error() -> None:
@@ -284,7 +285,7 @@ async def test_every_refusal_is_read_by_its_code_alone_and_its_text_is_never_sho
     document = {"code": code, "detail": "EVIL \x1b]0;text\x07", "retryable": None, "status": "x"}
     handler = answering(json.dumps(document).encode(), 418, retry_after="7")
     async with relay_that_answers(handler) as hop:
-        with pytest.raises(RelayRefused) as raised:
+        with pytest.raises(HopRefused) as raised:
             await hop.deposit(sent)
     refusal = raised.value.refusal
     assert (refusal.code, refusal.retry_after_s) == (code, 7)
@@ -296,7 +297,7 @@ async def test_every_refusal_is_read_by_its_code_alone_and_its_text_is_never_sho
 async def test_a_strange_retry_after_is_none(sent: list[Envelope], retry_after: str) -> None:
     handler = answering(b'{"code": "rate_limited"}', 429, retry_after=retry_after)
     async with relay_that_answers(handler) as hop:
-        with pytest.raises(RelayRefused) as raised:
+        with pytest.raises(HopRefused) as raised:
             await hop.deposit(sent)
     assert raised.value.refusal.retry_after_s is None
 
@@ -311,7 +312,7 @@ async def test_a_state_in_a_refusal_counts_only_when_the_relay_signed_it(
     document = {"code": "stale", "queue_state": base64.b64encode(frame).decode()}
     async with relay_that_answers(answering(json.dumps(document).encode(), 409)) as hop:
         if signed_by is RELAY:
-            with pytest.raises(RelayRefused) as raised:
+            with pytest.raises(HopRefused) as raised:
                 await hop.collect(owner.collect_frame())
             assert isinstance(raised.value.refusal, Stale)
             assert raised.value.state == state
@@ -326,7 +327,7 @@ async def test_a_state_in_a_refusal_that_is_none_is_never_taken_for_one(
 ) -> None:
     document = json.dumps({"code": "superseded", "queue_state": queue_state}).encode()
     async with relay_that_answers(answering(document, 409)) as hop:
-        with pytest.raises((RelayRefused, OperatingError)) as raised:
+        with pytest.raises((HopRefused, OperatingError)) as raised:
             await hop.collect(sender.owner.collect_frame())
     assert getattr(raised.value, "state", None) is None
 

@@ -11,7 +11,7 @@ import msgspec
 import pytest
 import pytest_asyncio
 
-from agentmbx_node.hops.relay import open_session
+from agentmbx_node.hops.http import open_session
 from agentmbx_protocol.bodies import join_frames
 from agentmbx_protocol.keys import SigningKey, key_text
 from agentmbx_protocol.queue_commands import make_admit

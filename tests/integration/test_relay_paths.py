@@ -4,7 +4,8 @@ from collections.abc import Iterator
 
 import pytest
 
-from agentmbx_node.hops.relay import open_session, parse_relay_line
+from agentmbx_node.hops.http import open_session
+from agentmbx_node.hops.relay import parse_relay_line
 from agentmbx_node.probe import probe_relay
 from agentmbx_protocol.bodies import join_frames
 from agentmbx_protocol.keys import key_text

@@ -52,7 +52,7 @@ def probe(url: str, fragment: str | None, as_json: bool) -> None:  # noqa: FBT00
 
 
 async def _probe(line: "RelayLine", *, show: bool) -> list[dict[str, object]]:
-    from agentmbx_node.hops.relay import open_session  # noqa: PLC0415
+    from agentmbx_node.hops.http import open_session  # noqa: PLC0415
     from agentmbx_node.probe import probe_relay  # noqa: PLC0415
 
     steps: list[dict[str, object]] = []

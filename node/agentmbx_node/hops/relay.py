@@ -1,8 +1,6 @@
 """The hop by a relay: deposit, collect, register and retire, believing only what is signed."""
 
 import json
-import os
-import re
 from collections.abc import Mapping, Sequence
 from typing import Final
 from urllib.parse import urlsplit
@@ -11,16 +9,20 @@ import aiohttp
 import msgspec
 
 from agentmbx_node.errors import OperatingError
+from agentmbx_node.hops.http import FarEnd, HopRefused, exchange, post_frames
 from agentmbx_protocol import bodies, custody, limits
 from agentmbx_protocol.envelope import Envelope
-from agentmbx_protocol.errors import ProtocolError, Refusal
+from agentmbx_protocol.errors import ProtocolError
 from agentmbx_protocol.keys import SigningKey, check_signing_public, key_from_text
 from agentmbx_protocol.queue_commands import QueueState, parse_queue_state
 
-CONNECT_S: Final = 10.0
 ANSWER_S: Final = 30.0
-ANSWER_BYTES_MAX: Final = limits.COLLECT_BYTES_MAX + limits.FRAME_BYTES_MAX + 64 * 1024
-_CHUNK_BYTES: Final = 64 * 1024
+RELAY: Final = FarEnd(
+    name="relay",
+    foreign="What answers at this URL is no AgentMBX relay.",
+    connect_s=10.0,
+    answer_bytes_max=limits.COLLECT_BYTES_MAX + limits.FRAME_BYTES_MAX + 64 * 1024,
+)
 _LOOPBACK: Final = ("localhost", "127.0.0.1", "::1")
 
 
@@ -30,15 +32,6 @@ class RelayLine(msgspec.Struct, frozen=True):
     url: str
     relay_key: bytes | None
     invite: SigningKey | None
-
-
-class RelayRefused(Exception):
-    """The relay's refusal; `state` is its signed word about the queue, if it gave one."""
-
-    def __init__(self, refusal: Refusal, state: QueueState | None) -> None:
-        super().__init__(refusal.detail)
-        self.refusal = refusal
-        self.state = state
 
 
 class Deposited(msgspec.Struct, frozen=True):
@@ -80,7 +73,7 @@ def parse_relay_line(text: str) -> RelayLine:
 class RelayHop:
     """A relay as seen from a node; `relay_key` is pinned, and nothing else is trusted.
 
-    Every method raises `RelayRefused` for a refusal of the protocol, and `OperatingError` when no
+    Every method raises `HopRefused` for a refusal of the protocol, and `OperatingError` when no
     relay answers as one. No answer of either kind ends a letter (rule 5).
     """
 
@@ -96,7 +89,7 @@ class RelayHop:
         try:
             statement, refused = bodies.parse_deposit_answer(answer, len(envelopes))
         except ProtocolError as error:
-            raise _not_a_relay() from error
+            raise RELAY.not_ours() from error
         return Deposited(custody.believe_held(statement, self.relay_key, envelopes), refused)
 
     async def collect(self, command: bytes, wait_s: int = 0) -> Collected:
@@ -118,27 +111,21 @@ class RelayHop:
     async def _command(self, path: str, frames: Sequence[bytes]) -> QueueState:
         answered = self._split(await self._post(path, bodies.join_frames(frames)))
         if len(answered) != 1:
-            raise _not_a_relay()
+            raise RELAY.not_ours()
         return self._state(answered[0])
 
     async def _post(self, path: str, body: bytes, patience_s: float = ANSWER_S) -> bytes:
-        headers = {"Content-Type": bodies.FRAMES_MEDIA_TYPE}
-        status, answer, retry_after = await _exchange(
-            self._session, "POST", self._url + path, patience_s, data=body, headers=headers
-        )
-        if status == 200:  # noqa: PLR2004 - HTTP's own number
-            return answer
-        problem = bodies.parse_problem(answer, retry_after)
-        if problem is None:
-            raise _not_a_relay()
-        refusal, proof = problem
-        raise RelayRefused(refusal, self._state(proof) if proof else None)
+        answer = await post_frames(self._session, self._url + path, body, RELAY, patience_s)
+        if answer.is_ok:
+            return answer.body
+        refusal, proof = answer.read_refusal(RELAY)
+        raise HopRefused(refusal, self._state(proof) if proof else None)
 
     def _state(self, data: bytes) -> QueueState:
         try:
             state = parse_queue_state(data)
         except ProtocolError as error:
-            raise _not_a_relay() from error
+            raise RELAY.not_ours() from error
         if state.relay != self.relay_key:
             raise OperatingError("The relay signs with another key than it should.", retry=True)
         return state
@@ -147,68 +134,20 @@ class RelayHop:
         try:
             return bodies.split_frames(answer, limits.COLLECT_ACKS_MAX + 1)
         except ProtocolError as error:
-            raise _not_a_relay() from error
+            raise RELAY.not_ours() from error
 
 
 async def fetch_info(session: aiohttp.ClientSession, url: str) -> Mapping[str, object]:
     """What `GET /v1/info` answers, with a checked `relay_key` text; raises `OperatingError`."""
-    status, answer, _ = await _exchange(session, "GET", url + "v1/info", ANSWER_S)
+    answer = await exchange(session, "GET", url + "v1/info", RELAY, ANSWER_S)
     try:
-        document = json.loads(answer) if status == 200 else None  # noqa: PLR2004
+        document = json.loads(answer.body) if answer.is_ok else None
         if not isinstance(document, Mapping):
-            raise _not_a_relay()
+            raise RELAY.not_ours()
         check_signing_public(key_from_text(str(document.get("relay_key"))))
     except (ValueError, RecursionError, ProtocolError) as error:
-        raise _not_a_relay() from error
+        raise RELAY.not_ours() from error
     return document
-
-
-def open_session() -> aiohttp.ClientSession:
-    """A session that keeps no cookies, follows no proxy settings and expands nothing."""
-    return aiohttp.ClientSession(
-        cookie_jar=aiohttp.DummyCookieJar(), trust_env=False, auto_decompress=False
-    )
-
-
-async def _exchange(
-    session: aiohttp.ClientSession,
-    method: str,
-    url: str,
-    patience_s: float,
-    *,
-    data: bytes | None = None,
-    headers: Mapping[str, str] | None = None,
-) -> tuple[int, bytes, int | None]:
-    timeout = aiohttp.ClientTimeout(total=patience_s, connect=CONNECT_S)
-    try:
-        async with session.request(
-            method, url, data=data, headers=headers, timeout=timeout, allow_redirects=False
-        ) as response:
-            chunks, length = [], 0
-            async for chunk in response.content.iter_chunked(_CHUNK_BYTES):
-                length += len(chunk)
-                if length > ANSWER_BYTES_MAX:
-                    raise _not_a_relay()
-                chunks.append(chunk)
-            return response.status, b"".join(chunks), _seconds(response.headers.get("Retry-After"))
-    except TimeoutError as error:
-        raise OperatingError("The relay does not answer in time.", retry=True) from error
-    except (aiohttp.ClientConnectorError, OSError) as error:
-        raise OperatingError(
-            f"The relay cannot be reached: {_reason(error)}.", retry=True
-        ) from error
-    except (aiohttp.ClientError, ValueError) as error:
-        raise OperatingError("The connection to the relay broke.", retry=True) from error
-
-
-def _reason(error: Exception) -> str:
-    source = error.os_error if isinstance(error, aiohttp.ClientConnectorError) else error
-    number = getattr(source, "errno", None)
-    return os.strerror(number).lower() if number else type(source).__name__
-
-
-def _seconds(text: str | None) -> int | None:
-    return int(text) if text and re.fullmatch("[0-9]{1,5}", text) else None
 
 
 def _is_state(data: bytes) -> bool:
@@ -217,7 +156,3 @@ def _is_state(data: bytes) -> bool:
     except ProtocolError:
         return False
     return True
-
-
-def _not_a_relay() -> OperatingError:
-    return OperatingError("What answers at this URL is no AgentMBX relay.", retry=True)
