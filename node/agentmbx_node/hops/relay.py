@@ -73,14 +73,17 @@ def parse_relay_line(text: str) -> RelayLine:
 class RelayHop:
     """A relay as seen from a node; `relay_key` is pinned, and nothing else is trusted.
 
-    Every method raises `HopRefused` for a refusal of the protocol, and `OperatingError` when no
-    relay answers as one. No answer of either kind ends a letter (rule 5).
+    `last_word` is the frame of the last `queue_state` that was believed; it gets a queue back from
+    a relay that has forgotten it. Every method raises `HopRefused` for a refusal of the protocol,
+    and `OperatingError` when no relay answers as one. No answer of either kind ends a letter
+    (rule 5).
     """
 
     def __init__(self, session: aiohttp.ClientSession, url: str, relay_key: bytes) -> None:
         self._session = session
         self._url = url
         self.relay_key = relay_key
+        self.last_word = b""
 
     async def deposit(self, envelopes: Sequence[Envelope]) -> Deposited:
         """Offer 1 to 64 envelopes for one queue; raises `NotBelieved` for a false `held`."""
@@ -128,6 +131,7 @@ class RelayHop:
             raise RELAY.not_ours() from error
         if state.relay != self.relay_key:
             raise OperatingError("The relay signs with another key than it should.", retry=True)
+        self.last_word = data
         return state
 
     def _split(self, answer: bytes) -> list[bytes]:

@@ -1,5 +1,6 @@
 """The rows of the database as structs; `schema/` says what each column means."""
 
+import sqlite3
 import unicodedata
 
 import msgspec
@@ -140,6 +141,14 @@ LETTER = Table("letter", LetterRow)
 EVENT = Table("letter_event", Event)
 MAIL = Table("mail", Mail)
 QUEUE = Table("queue", QueueRow)
+
+
+def machine_of(connection: sqlite3.Connection) -> Machine:
+    """This machine's row."""
+    machine = MACHINE.get(connection, 1)
+    if machine is None:
+        raise LookupError("the database has no machine")
+    return machine
 
 
 def name_key(name: str) -> str:

@@ -1,0 +1,196 @@
+"""What arrives: an envelope becomes stored mail, a state letter that is heard, or nothing.
+
+Everything here runs inside one commit; only after it may `stored` be signed or an envelope acked.
+"""
+
+import sqlite3
+from enum import Enum
+from typing import Final
+
+import msgspec
+
+from agentmbx_node import ranges, reports
+from agentmbx_node.clock import Now
+from agentmbx_node.keyring import Keyring
+from agentmbx_node.outbox import letter_id
+from agentmbx_node.store.rows import MAIL, PEER, Machine, Mail, Peer, machine_of
+from agentmbx_protocol.card import parse_card
+from agentmbx_protocol.envelope import Envelope
+from agentmbx_protocol.errors import CannotOpen, ProtocolError, Refusal
+from agentmbx_protocol.letter import STATE, Opened, open_letter
+from agentmbx_protocol.state import parse_state
+
+TELL_MS: Final = 3600 * 1000
+LEAVE_ANSWER_MS: Final = 3600 * 1000
+UNOPENED_MAX: Final = 32
+REFUSED_MAX: Final = 256
+
+
+class Fate(Enum):
+    """What became of an envelope."""
+
+    STORED = "stored"  # the letter is in the store, now or since before
+    DONE = "done"  # nothing more will come of these bytes; a relay may drop them
+    UNKNOWN = "unknown"  # nobody known signs so
+
+
+class Receipt(msgspec.Struct, frozen=True):
+    """The fate of one envelope, whose it was, and whether it brought new mail."""
+
+    fate: Fate
+    peer: int = 0
+    is_new: bool = False
+
+
+def receive(
+    connection: sqlite3.Connection, keyring: Keyring, parcel: Envelope, now: Now, way: str
+) -> Receipt:
+    """Take one envelope that came by `way`, "direct" or "relay" (SPEC section 5.3)."""
+    found = PEER.find(connection, "WHERE pair_key = ?", (parcel.signer,))
+    if not found:
+        return Receipt(Fate.UNKNOWN)
+    peer = found[0]
+    machine = machine_of(connection)
+    try:
+        parcel.frame.verify()
+        own = keyring.pair_key(peer.salt).public
+        opened = open_letter(parcel, keyring.sealing, receiver=own)
+    except (CannotOpen, Refusal):
+        _count_unopened(peer, parcel.digest, now)
+        PEER.save(connection, peer)
+        return Receipt(Fate.DONE, peer.id or 0)
+    _hear_from(peer, now, way)
+    if peer.state != "paired":
+        receipt = _answer_with_bye(peer, opened, now)
+    else:
+        _learn_card(peer, opened.card, now)
+        receipt = _take(connection, machine, peer, opened, now, way)
+    PEER.save(connection, peer)
+    return receipt
+
+
+def _take(
+    connection: sqlite3.Connection,
+    machine: Machine,
+    peer: Peer,
+    opened: Opened,
+    now: Now,
+    way: str,
+) -> Receipt:
+    letter, number = opened.letter, peer.id or 0
+    if letter.content_type == STATE:
+        try:
+            state = parse_state(letter.content)
+        except ProtocolError:
+            # Perhaps of a newer program; its letters are taken all the same.
+            return Receipt(Fate.STORED, number)
+        reports.take(connection, machine, peer, state, now)
+        return Receipt(Fate.STORED, number)
+    if way == "relay":
+        # Who sends directly has the answer to the request itself.
+        peer.is_due = peer.has_news = True
+    if ranges.is_stored(connection, number, letter.stream, letter.number):
+        if _known_digest(connection, number, letter.stream, letter.number) == opened.digest:
+            return Receipt(Fate.STORED, number)
+        _refuse_number(connection, peer, opened, now)
+        return Receipt(Fate.DONE, number)
+    ranges.add(connection, number, letter.stream, letter.number)
+    connection.execute(
+        "INSERT INTO stored_digest (peer, stream, number, digest) VALUES (?, ?, ?, ?)",
+        (number, letter.stream, letter.number, opened.digest),
+    )
+    there_ms = now.wall_ms + peer.clock_ahead_ms
+    mail = Mail(
+        id=letter_id(opened.digest),
+        peer=number,
+        stream=letter.stream,
+        number=letter.number,
+        digest=opened.digest,
+        data=opened.letter_bytes,
+        arrived_ms=now.wall_ms,
+        way=way,
+        is_late=there_ms > letter.sent_ms + letter.lifetime_s * 1000,
+    )
+    MAIL.add(connection, mail)
+    return Receipt(Fate.STORED, number, is_new=True)
+
+
+def _hear_from(peer: Peer, now: Now, way: str) -> None:
+    # Contact cuts every backoff short: the peer is there (N3).
+    peer.contact_ms = now.wall_ms
+    peer.failures = peer.retry_age_ms = 0
+    if way == "direct":
+        peer.direct_retry_age_ms = 0
+
+
+def _answer_with_bye(peer: Peer, opened: Opened, now: Now) -> Receipt:
+    # The peer may not know yet that the pairing is over; a state letter that does not ask is not
+    # answered, else two machines would say bye for ever (rule 9).
+    asks = opened.letter.content_type != STATE
+    if not asks:
+        try:
+            asks = parse_state(opened.letter.content).ask
+        except ProtocolError:
+            asks = False
+    if asks:
+        peer.state, peer.is_due = "leaving", True
+        peer.leave_age_ms = max(peer.leave_age_ms, now.age_ms + LEAVE_ANSWER_MS)
+    return Receipt(Fate.DONE, peer.id or 0)
+
+
+def _learn_card(peer: Peer, data: bytes, now: Now) -> None:
+    if not data:
+        return
+    try:
+        card = parse_card(data)
+    except Refusal:
+        return
+    if card.identity != peer.identity:
+        return
+    if card.sequence > peer.card_sequence:
+        peer.card, peer.card_sequence, peer.sealing = data, card.sequence, card.sealing
+        peer.is_due = peer.has_news = True
+        peer.direct_retry_age_ms = 0
+    elif data != peer.card and now.age_ms - peer.unopened_age_ms >= TELL_MS:
+        # An older copy of the peer speaks: tell it which card is known here.
+        peer.unopened_age_ms = now.age_ms
+        peer.is_due = peer.has_news = True
+
+
+def _count_unopened(peer: Peer, digest: bytes, now: Now) -> None:
+    known = msgspec.msgpack.decode(peer.unopened, type=list[bytes]) if peer.unopened else []
+    peer.unopened = msgspec.msgpack.encode([*known, digest][-UNOPENED_MAX:])
+    # It may lack this machine's card: it gets it again with the next state letter.
+    peer.confirmed_card = 0
+    peer.has_news = True
+    if not peer.unopened_age_ms or now.age_ms - peer.unopened_age_ms >= TELL_MS:
+        peer.unopened_age_ms = now.age_ms
+        peer.is_due = True
+
+
+def _known_digest(
+    connection: sqlite3.Connection, peer: int, stream: bytes, number: int
+) -> bytes | None:
+    for table in ("stored_digest", "mail"):
+        row = connection.execute(
+            f"SELECT digest FROM {table} WHERE peer = ? AND stream = ? AND number = ?",  # noqa: S608
+            (peer, stream, number),
+        ).fetchone()
+        if row is not None:
+            return bytes(row[0])
+    return None
+
+
+def _refuse_number(connection: sqlite3.Connection, peer: Peer, opened: Opened, now: Now) -> None:
+    letter = opened.letter
+    connection.execute(
+        "INSERT OR REPLACE INTO refused_number (peer, stream, number, digest, age_ms)"
+        " VALUES (?, ?, ?, ?, ?)",
+        (peer.id, letter.stream, letter.number, opened.digest[:8], now.age_ms),
+    )
+    connection.execute(
+        "DELETE FROM refused_number WHERE peer = ?1 AND age_ms < (SELECT MIN(age_ms) FROM"
+        " (SELECT age_ms FROM refused_number WHERE peer = ?1 ORDER BY age_ms DESC LIMIT ?2))",
+        (peer.id, REFUSED_MAX),
+    )
+    peer.is_due = peer.has_news = True

@@ -1,0 +1,1 @@
+"""What people and agents see: messages, and how their letters fare."""
