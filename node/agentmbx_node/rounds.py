@@ -370,7 +370,8 @@ def _by_relay(
 
 
 def _addresses(peer: Peer, now: Now) -> Sequence[str]:
-    if now.age_ms < peer.direct_retry_age_ms:
+    # Without a relay there is nothing else to try, and the peer's backoff is pause enough.
+    if now.age_ms < peer.direct_retry_age_ms and _route(peer) is not None:
         return ()
     return usable_addresses(parse_card(peer.card).addresses, paired_over_loopback=peer.loopback)
 
