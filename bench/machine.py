@@ -44,6 +44,11 @@ def measure_limits(folder: Path, parcel: Envelope, key: SigningKey) -> Limits:
     )
 
 
+def append_p50_ms(folder: Path) -> float:
+    """The median time of a durable append of 4 KiB in `folder`."""
+    return _append_s(folder) * 1000
+
+
 def verifies_per_second(parcel: Envelope) -> float:
     """How often one core checks the signature of `parcel`."""
     signer, signed = parcel.signer, parcel.frame.signature + parcel.frame.message

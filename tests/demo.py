@@ -1,29 +1,29 @@
-"""`./dev demo`: the whole story with real processes, told as it happens."""
+"""`./dev demo`: two machines and a relay, with real processes, told as it happens."""
 
 import argparse
-import asyncio
 import json
+import os
+import signal
 import socket
+import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
-from contextlib import asynccontextmanager
+import urllib.request
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
-from agentmbx_node.errors import OperatingError
-from agentmbx_node.hops.http import HopRefused, open_session
-from agentmbx_protocol.custody import HeldFact
-from agentmbx_protocol.envelope import Envelope, parse_envelope
-from agentmbx_protocol.keys import SigningKey, key_text
-from correspondents import Correspondent, Owner, Wire
-from relay_process import RelayProcess
+from agentmbx_node.control import client
+from agentmbx_node.errors import Failure
+from agentmbx_node.keyring import Keyring
+from agentmbx_node.machine import KEYRING_NAME
+from relay_process import AGENTMBX, RelayProcess
 
-LETTERS_EACH = 100
-SINGLES = 40
-BATCH = 10
+BURST = 50
+PATIENCE_S = 60.0
 SECRET_TEXT = "the-ferry-leaves-at-noon"
-NAMES = ("demo-laptop-name", "demo-server-name")
+NAMES = ("demo-laptop", "demo-server")
 
 
 class StoryFailed(Exception):
@@ -31,16 +31,81 @@ class StoryFailed(Exception):
 
 
 class Machine:
-    """One of the two: its name, its queue, and the letters that the other writes to it."""
+    """One machine: its data folder, and `agentmbx` run in it."""
 
-    def __init__(self, name: str, relay_key: bytes, own_pair: SigningKey) -> None:
+    def __init__(self, home: Path, name: str) -> None:
+        self.home = home
         self.name = name
-        self.owner = Owner(relay_key)
-        self.owner.pair = own_pair
-        self.expected: list[Envelope] = []
-        self.facts: dict[bytes, HeldFact] = {}
-        self.deposited_as: dict[bytes, str] = {}
-        self.opened: list[bytes] = []
+        self.listen = "127.0.0.1:0"
+
+    def run(self, *words: str) -> dict[str, Any]:
+        """What `agentmbx WORDS --json` prints."""
+        done = subprocess.run(
+            [*AGENTMBX, *words, "--json"],
+            env=self._environment,
+            check=False,
+            capture_output=True,
+            text=True,
+            timeout=PATIENCE_S,
+        )
+        try:
+            document: dict[str, Any] = json.loads(done.stdout)
+        except ValueError:
+            raise StoryFailed(f"{self.name}: agentmbx {words[0]} said: {done.stderr}") from None
+        if done.returncode or not document["ok"]:
+            raise StoryFailed(f"{self.name}: agentmbx {words[0]}: {document.get('message')}")
+        return document
+
+    def up(self) -> None:
+        """Start the daemon."""
+        self.run("up", "--detach", "--name", self.name, "--listen", self.listen)
+
+    def begin_pairing(self) -> tuple[subprocess.Popen[str], str]:
+        """`agentmbx pair`, still running, and the line that it printed."""
+        process = subprocess.Popen(
+            [*AGENTMBX, "pair"], env=self._environment, stdout=subprocess.PIPE, text=True
+        )
+        for printed in process.stdout or ():
+            words = printed.split()
+            if words[:2] == ["agentmbx", "join"]:
+                return process, words[2]
+        raise StoryFailed(f"{self.name}: agentmbx pair printed no line")
+
+    def send(self, other: "Machine", subject: str, wait: str) -> dict[str, Any]:
+        """Send one letter and wait for a state; the letter as `sent` shows it."""
+        to = f"owner@{other.name}"
+        sent = self.run("send", to, subject, "--body", SECRET_TEXT, "--wait", wait)
+        if sent["state"] not in (wait, "stored"):
+            raise StoryFailed(f"{subject!r} is {sent['state']}")
+        (letter,) = self.run("sent", sent["id"])["letters"]
+        return dict(letter)
+
+    def ask(self, **request: object) -> dict[str, Any]:
+        """Ask the daemon itself, where a command for each letter would take too long."""
+        return client.call(self.home, dict(request), PATIENCE_S)
+
+    def letters(self) -> list[dict[str, Any]]:
+        """All that was sent from here."""
+        return list(self.ask(do="sent")["letters"])
+
+    def subjects(self) -> list[str]:
+        """The subjects of all that arrived here."""
+        return [each["subject"] for each in self.ask(do="inbox")["messages"]]
+
+    def kill(self) -> None:
+        """Leave no daemon behind, whatever happened."""
+        try:
+            holder = int((self.home / "daemon.lock").read_text())
+            self.ask(do="stop")
+        except Failure:
+            if f"MBX_HOME={self.home}".encode() in Path(f"/proc/{holder}/environ").read_bytes():
+                os.kill(holder, signal.SIGKILL)
+        except (OSError, ValueError):
+            pass
+
+    @property
+    def _environment(self) -> dict[str, str]:
+        return os.environ | {"MBX_HOME": str(self.home)}
 
 
 class Story:
@@ -49,186 +114,162 @@ class Story:
     def __init__(self, folder: Path) -> None:
         self._metrics = f"127.0.0.1:{_free_port()}"
         self._relay = RelayProcess(folder / "relay", "--metrics-listen", self._metrics)
-        self._machines: list[Machine] = []
-        self._well_under_way = asyncio.Event()
+        self._laptop, self._server = (Machine(folder / name, name) for name in NAMES)
+        self._letters: list[dict[str, Any]] = []
 
     @property
-    def steps(self) -> Sequence[tuple[str, Callable[[], Awaitable[str]]]]:
+    def steps(self) -> Sequence[tuple[str, Callable[[], str]]]:
         """Name and action of each step."""
         return [
             ("a closed relay starts", self._start),
-            ("two queues are admitted by invite", self._admit),
-            ("a stranger is not admitted", self._stranger),
-            ("letters are deposited one by one", self._deposit_singly),
-            ("the relay is killed in the middle of batches", self._kill_in_the_middle),
-            ("a repeated deposit gets the same facts", self._repeat),
-            ("all is collected, opened and acked, exactly once", self._collect),
-            ("a repeat after the ack gets the same facts", self._repeat),
+            ("two machines start", self._up),
+            ("they pair by a token", self._pair),
+            ("both set the relay by the invite's line", self._set_relay),
+            ("a letter goes directly", self._direct),
+            ("the server is down, the next letter waits at the relay", self._asleep),
+            ("the server comes back and collects it", self._awake),
+            ("the direct way is cut, the relay killed while it holds mail", self._cut),
+            ("the relay comes back, and all is stored exactly once", self._recover),
             ("nothing that travelled can be read at the relay", self._search),
-            ("the relay stops when told", self._stop),
+            ("all stop when told", self._stop),
         ]
 
     @property
-    def letters(self) -> list[dict[str, object]]:
-        """What became of each letter."""
-        return [
-            {
-                "to": machine.name,
-                "number": number,
-                "way": "relay",
-                "deposited": machine.deposited_as[parcel.digest],
-                "held_ms": machine.facts[parcel.digest].accepted_ms,
-                "until_ms": machine.facts[parcel.digest].until_ms,
-                "opened": machine.opened.count(parcel.digest),
-            }
-            for machine in self._machines
-            for number, parcel in enumerate(machine.expected, 1)
-            if parcel.digest in machine.facts
-        ]
+    def letters(self) -> list[dict[str, Any]]:
+        """What became of each letter: its way, its states with times."""
+        return self._letters
 
     def end(self) -> None:
         """Leave no process behind."""
+        for machine in (self._laptop, self._server):
+            machine.kill()
         if self._relay.running:
             self._relay.kill()
 
-    async def _start(self) -> str:
+    def _start(self) -> str:
         self._relay.start()
-        pairs = [SigningKey.generate(), SigningKey.generate()]
-        self._machines = [
-            Machine(name, self._relay.relay_key, pair)
-            for name, pair in zip(NAMES, pairs, strict=True)
-        ]
-        for machine, other in zip(self._machines, reversed(self._machines), strict=True):
-            writer = Correspondent(machine.owner, other.owner.pair)
-            machine.owner.senders = (writer.pair.public,)
-            machine.expected = [
-                writer.write(f"{SECRET_TEXT} {n} from {other.name}".encode())
-                for n in range(LETTERS_EACH)
-            ]
         return f"{self._relay.url} (process {self._relay.pid})"
 
-    async def _admit(self) -> str:
-        for machine in self._machines:
-            async with self._wire(self._relay.invite()) as wire:
-                await wire.register(machine.owner)
-        return "each invite made one queue"
+    def _up(self) -> str:
+        self._laptop.up()
+        self._server.up()
+        listens = [machine.run("status")["listen"] for machine in (self._laptop, self._server)]
+        return f"they listen on {' and '.join(listens)}"
 
-    async def _stranger(self) -> str:
-        stranger = Owner(self._relay.relay_key)
-        async with self._wire() as wire:
-            try:
-                await wire.register(stranger)
-            except HopRefused as error:
-                return f"refused: {error.refusal.code}"
-        raise StoryFailed("a stranger made a queue on a closed relay")
+    def _pair(self) -> str:
+        waiting, line = self._laptop.begin_pairing()
+        joined = self._server.run("join", line)
+        if waiting.wait(PATIENCE_S):
+            raise StoryFailed("agentmbx pair did not end well")
+        (peer,) = self._laptop.run("peers")["peers"]
+        if peer["fingerprint"] != joined["own_fingerprint"]:
+            raise StoryFailed("the two screens show different fingerprints")
+        return f"the laptop shows {peer['name']} as {peer['fingerprint']}, and so does the server"
 
-    async def _deposit_singly(self) -> str:
-        async with self._wire() as wire:
-            for machine in self._machines:
-                for parcel in machine.expected[:SINGLES]:
-                    await _deposit(wire, machine, [parcel], "singly")
-        return f"{2 * SINGLES} held, each signature checked"
+    def _set_relay(self) -> str:
+        told = []
+        for machine in (self._laptop, self._server):
+            answer = machine.run("relay", "set", self._relay.invite())
+            told += answer["told"]
+        if sorted(told) != sorted(NAMES):
+            raise StoryFailed(f"only {told} were told of the new route")
+        return "each invite made one queue, and the peers know the way"
 
-    async def _kill_in_the_middle(self) -> str:
-        async with self._wire() as wire:
-            depositing = asyncio.create_task(self._deposit_batches(wire))
-            await self._well_under_way.wait()
-            self._relay.kill()
-            lost = await depositing
-        held_before = self._held_count
+    def _direct(self) -> str:
+        letter = self._laptop.send(self._server, "The build is red", "stored")
+        if letter["way"] != "direct":
+            raise StoryFailed(f"it went by {letter['way']}")
+        took_ms = letter["events"][-1]["at_ms"] - letter["events"][0]["at_ms"]
+        return f"stored after {took_ms} ms"
+
+    def _asleep(self) -> str:
+        self._server.run("down")
+        letter = self._laptop.send(self._server, "While you sleep", "held")
+        if (letter["way"], letter["state"]) != ("relay", "held"):
+            raise StoryFailed(f"it is {letter['state']} by {letter['way']}")
+        return f"held, the relay's signature checked; {letter['next']}"
+
+    def _awake(self) -> str:
+        self._server.up()
+        _wait(lambda: all(letter["state"] == "stored" for letter in self._laptop.letters()))
+        return "the laptop sees stored"
+
+    def _cut(self) -> str:
+        for machine in (self._laptop, self._server):
+            machine.run("down")
+            machine.listen = "off"
+        for machine in (self._laptop, self._server):
+            machine.up()
+        self._server.run("down")
+        for number in range(BURST):
+            self._write(self._laptop, self._server, number)
+        _wait(lambda: self._count(self._laptop, "held") >= BURST // 2)
+        held = self._count(self._laptop, "held")
+        self._relay.kill()
+        self._server.up()
+        for number in range(BURST):
+            self._write(self._server, self._laptop, number)
+        return f"SIGKILL while {held} were held; {BURST} more are written meanwhile"
+
+    def _recover(self) -> str:
         self._relay.restart()
-        async with self._wire() as wire:
-            lost_again = await self._deposit_batches(wire)
-        if lost_again or self._held_count != 2 * LETTERS_EACH:
-            raise StoryFailed("a batch was refused after the restart")
-        return f"SIGKILL after {held_before} were held, {lost} batches tried again, all held"
+        machines = (self._laptop, self._server)
+        for machine in machines:
+            machine.run("outbox", "retry")
+        _wait(
+            lambda: all(
+                letter["state"] == "stored" for each in machines for letter in each.letters()
+            ),
+            patience_s=180,
+        )
+        for sender, receiver in (machines, machines[::-1]):
+            written = sorted(letter["subject"] for letter in sender.letters())
+            if sorted(receiver.subjects()) != written:
+                raise StoryFailed("letters are missing, or came twice")
+        self._letters = [
+            {"from": each.name, **letter} for each in machines for letter in each.letters()
+        ]
+        return f"{len(self._letters)} letters, none missing, none twice"
 
-    async def _repeat(self) -> str:
-        async with self._wire() as wire:
-            for machine in self._machines:
-                for batch in _batches(machine.expected):
-                    again = await wire.deposit(*batch)
-                    if dict(again.held) != {p.digest: machine.facts[p.digest] for p in batch}:
-                        raise StoryFailed("a repeated deposit got other facts")
-        return f"{2 * LETTERS_EACH} repeats, the same times to the millisecond"
-
-    async def _collect(self) -> str:
-        async with self._wire() as wire:
-            for machine in self._machines:
-                for data in await wire.drain(machine.owner):
-                    opened = machine.owner.open(data)
-                    if SECRET_TEXT.encode() not in opened.letter.content:
-                        raise StoryFailed("a letter opened to something else")
-                    machine.opened.append(parse_envelope(data).digest)
-                accepted = [machine.facts[digest].accepted_ms for digest in machine.opened]
-                if sorted(machine.opened) != sorted(p.digest for p in machine.expected):
-                    raise StoryFailed("letters are missing, or came twice")
-                if accepted != sorted(accepted):
-                    raise StoryFailed("letters came in another order than they were accepted")
-        return f"{2 * LETTERS_EACH} letters, none missing, none twice"
-
-    async def _search(self) -> str:
-        async with (
-            open_session() as session,
-            session.get(f"http://{self._metrics}/metrics") as page,
-        ):
-            metrics = await page.read()
-        places: dict[str, bytes] = {"metrics": metrics, "log": self._relay.log().encode()}
+    def _search(self) -> str:
+        with urllib.request.urlopen(f"http://{self._metrics}/metrics") as page:
+            places: dict[str, bytes] = {"metrics": page.read(), "log": self._relay.log().encode()}
         for path in sorted(self._relay.data.iterdir()):
             if path.name.startswith("relay.db"):
-                places[path.name] = await asyncio.to_thread(path.read_bytes)
-        needles: dict[str, bytes] = {name: name.encode() for name in NAMES}
-        needles["the text"] = SECRET_TEXT.encode()
-        for machine in self._machines:
-            needles[f"the sealing key of {machine.name}"] = machine.owner.sealing.public
-            needles[f"the secret queue key of {machine.name}"] = machine.owner.queue.seed
+                places[path.name] = path.read_bytes()
+        needles = {name: name.encode() for name in NAMES} | {"the text": SECRET_TEXT.encode()}
+        for machine in (self._laptop, self._server):
+            keyring = Keyring.open(machine.home / KEYRING_NAME, may_make=False)
+            needles[f"the identity of {machine.name}"] = keyring.identity.public
+            needles[f"the sealing key of {machine.name}"] = keyring.sealing.public
         for where, content in places.items():
             for what, needle in needles.items():
                 if needle in content:
                     raise StoryFailed(f"{what} stands in the relay's {where}")
         return f"{len(needles)} things looked for in {', '.join(places)}"
 
-    async def _stop(self) -> str:
+    def _stop(self) -> str:
         started = time.perf_counter()
-        code = await asyncio.to_thread(self._relay.stop)
-        if code != 0:
-            raise StoryFailed(f"the relay ended with code {code}")
-        return f"SIGTERM, exit 0 after {(time.perf_counter() - started) * 1000:.0f} ms"
+        self._laptop.run("down")
+        self._server.run("down")
+        if self._relay.stop() != 0:
+            raise StoryFailed("the relay did not end well")
+        return f"after {(time.perf_counter() - started) * 1000:.0f} ms"
 
-    async def _deposit_batches(self, wire: Wire) -> int:
-        lost = 0
-        for machine in self._machines:
-            for batch in _batches(machine.expected[SINGLES:]):
-                missing = [parcel for parcel in batch if parcel.digest not in machine.facts]
-                try:
-                    if missing:
-                        await _deposit(wire, machine, missing, "in a batch")
-                        self._well_under_way.set()
-                except OperatingError:
-                    lost += 1
-        return lost
+    def _write(self, sender: Machine, receiver: Machine, number: int) -> None:
+        subject = f"Letter {number} of {sender.name}"
+        sender.ask(do="send", to=f"owner@{receiver.name}", subject=subject, body=SECRET_TEXT)
 
-    @property
-    def _held_count(self) -> int:
-        return sum(len(machine.facts) for machine in self._machines)
-
-    @asynccontextmanager
-    async def _wire(self, line: str | None = None) -> AsyncIterator[Wire]:
-        async with open_session() as session:
-            yield Wire(session, line or f"{self._relay.url}#{key_text(self._relay.relay_key)}")
+    def _count(self, machine: Machine, state: str) -> int:
+        return sum(letter["state"] == state for letter in machine.letters())
 
 
-async def _deposit(wire: Wire, machine: Machine, parcels: Sequence[Envelope], how: str) -> None:
-    deposited = await wire.deposit(*parcels)
-    if deposited.refused:
-        raise StoryFailed(f"a deposit was refused: {deposited.refused[0].refusal.code}")
-    for digest, fact in deposited.held.items():
-        machine.facts[digest] = fact
-        machine.deposited_as[digest] = how
-
-
-def _batches(parcels: Sequence[Envelope]) -> list[Sequence[Envelope]]:
-    return [parcels[at : at + BATCH] for at in range(0, len(parcels), BATCH)]
+def _wait(done: Callable[[], bool], patience_s: float = PATIENCE_S) -> None:
+    ends_s = time.monotonic() + patience_s
+    while not done():
+        if time.monotonic() > ends_s:
+            raise StoryFailed(f"it did not happen within {patience_s:.0f} s")
+        time.sleep(0.1)
 
 
 def _free_port() -> int:
@@ -237,14 +278,14 @@ def _free_port() -> int:
         return int(probe.getsockname()[1])
 
 
-async def tell(story: Story, say: Callable[[str], None]) -> Mapping[str, object]:
+def tell(story: Story, say: Callable[[str], None]) -> Mapping[str, object]:
     """Run the steps until one fails; the document that --json prints."""
     steps: list[dict[str, object]] = []
     for name, act in story.steps:
         started = time.perf_counter()
         try:
-            shown, ok = await act(), True
-        except (StoryFailed, OperatingError, HopRefused, RuntimeError, OSError) as error:
+            shown, ok = act(), True
+        except (StoryFailed, Failure, RuntimeError, OSError, subprocess.SubprocessError) as error:
             shown, ok = f"{type(error).__name__}: {error}", False
         duration_ms = round((time.perf_counter() - started) * 1000, 1)
         steps.append({"name": name, "ok": ok, "ms": duration_ms})
@@ -255,22 +296,44 @@ async def tell(story: Story, say: Callable[[str], None]) -> Mapping[str, object]
     return {"ok": ok, "steps": steps, "letters": story.letters}
 
 
+def show_letters(letters: Sequence[Mapping[str, Any]], say: Callable[[str], None]) -> None:
+    """A table: each letter, its way, its states with times; of a burst the first and the last."""
+    say(f"\n{'from':13}{'subject':28}{'way':8}states, ms after it was written")
+    for letter in _first_and_last(letters):
+        start_ms = letter["events"][0]["at_ms"]
+        states = [f"{each['state']} {each['at_ms'] - start_ms}" for each in letter["events"]]
+        way = letter["way"]
+        say(f"{letter['from']:13}{letter['subject']:28}{way:8}{', '.join(states)}")
+
+
+def _first_and_last(letters: Sequence[Mapping[str, Any]]) -> Iterable[Mapping[str, Any]]:
+    shown = tuple(f"Letter {number} " for number in (0, BURST - 1))
+    for letter in letters:
+        if not letter["subject"].startswith("Letter ") or letter["subject"].startswith(shown):
+            yield letter
+
+
 def main() -> int:
     """Tell the story; the exit code."""
     parser = argparse.ArgumentParser(prog="./dev demo", description=__doc__)
     parser.add_argument("--json", action="store_true", help="print one JSON document")
     arguments = parser.parse_args()
     out = sys.stderr if arguments.json else sys.stdout
+
+    def say(line: str) -> None:
+        print(line, file=out, flush=True)
+
     with tempfile.TemporaryDirectory(prefix="agentmbx-demo-") as folder:
         story = Story(Path(folder))
         try:
-            document = asyncio.run(tell(story, lambda line: print(line, file=out, flush=True)))
+            document = tell(story, say)
         finally:
             story.end()
     if arguments.json:
         print(json.dumps(document))
     elif document["ok"]:
-        print(f"The story is true: {len(story.letters)} letters.")
+        show_letters(story.letters, say)
+        say(f"The story is true: {len(story.letters)} letters.")
     return 0 if document["ok"] else 1
 
 

@@ -175,7 +175,7 @@ def fall_back(
     had_state = any(not offer.letter for offer in round_.offers)
     gap = STATE_GAP_UNANSWERED_MS if peer.is_unanswered else STATE_GAP_MS
     with_state = had_state and (not peer.state_age_ms or now.age_ms - peer.state_age_ms >= gap)
-    if had_state and not with_state:
+    if had_state and (not with_state or _route(peer) is None):
         peer.is_due = True
     due = [row for row in _letters(connection, round_) if row.state in outbox.OPEN]
     begun = None
@@ -229,6 +229,7 @@ def relay_done(
         peer.failures = peer.retry_age_ms = 0
     peer.relay_error = error or (of_queue[0].detail if of_queue else "")
     peer.relay_ms = now.wall_ms
+    peer.is_due |= round_.route is None
     if not held or of_queue:
         waits = [each.retry_after_s for each in of_queue if each.retry_after_s]
         _fail(
