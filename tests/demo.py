@@ -16,6 +16,7 @@ from typing import Any
 
 from agentmbx_node.control import client
 from agentmbx_node.errors import Failure
+from agentmbx_node.home import lock_holder
 from agentmbx_node.keyring import Keyring
 from agentmbx_node.machine import KEYRING_NAME
 from relay_process import AGENTMBX, RelayProcess
@@ -94,14 +95,9 @@ class Machine:
 
     def kill(self) -> None:
         """Leave no daemon behind, whatever happened."""
-        try:
-            holder = int((self.home / "daemon.lock").read_text())
-            self.ask(do="stop")
-        except Failure:
-            if f"MBX_HOME={self.home}".encode() in Path(f"/proc/{holder}/environ").read_bytes():
-                os.kill(holder, signal.SIGKILL)
-        except (OSError, ValueError):
-            pass
+        holder = lock_holder(self.home)
+        if holder:
+            os.kill(holder, signal.SIGKILL)
 
     @property
     def _environment(self) -> dict[str, str]:

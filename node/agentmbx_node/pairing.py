@@ -20,7 +20,7 @@ from agentmbx_node.store.table import Table
 from agentmbx_node.tokens import EventKind, Exchange, Tokens, refusal
 from agentmbx_protocol import frame, keys, limits
 from agentmbx_protocol.card import parse_card
-from agentmbx_protocol.errors import CannotOpen, Malformed, Refusal
+from agentmbx_protocol.errors import BadSignature, CannotOpen, Malformed, Refusal
 from agentmbx_protocol.frame import Kind
 from agentmbx_protocol.pairing import (
     Hello,
@@ -200,8 +200,11 @@ def _repeat(
     joined: Joined,
     proof: frame.Frame,
 ) -> bytes:
-    if joined.proof != _name_of(proof):
+    try:
         proof.verify()
+    except BadSignature:
+        raise refusal() from None
+    if joined.proof != _name_of(proof):
         tokens.report(EventKind.REUSED, joined.token_id, proof.signer)
         raise refusal()
     _check_repeatable(joined, now)

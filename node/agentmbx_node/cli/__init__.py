@@ -2,6 +2,9 @@
 
 import sys
 
+# Run at every prompt, so they go without click.
+_QUICK = ("inbox", "status")
+
 
 def main() -> None:
     """Run the command line; ends the process with the exit code of interfaces in docs/cli.md."""
@@ -10,6 +13,10 @@ def main() -> None:
 
         sys.stdout.write(f"agentmbx {metadata.version('agentmbx')}\n")
         return
+    if sys.argv[1:2] and sys.argv[1] in _QUICK:
+        from agentmbx_node.cli import quick  # noqa: PLC0415 - start-up time is a feature
+
+        sys.exit(quick.run(sys.argv[1], sys.argv[2:]))
     from agentmbx_node.cli import command_line  # noqa: PLC0415 - click is not free
 
     sys.exit(command_line.run(sys.argv[1:]))

@@ -16,7 +16,7 @@ _GROUP_HELP: Final = {
         "An untrusted relay carries it where machines cannot reach each other; it holds only "
         "what it cannot read."
     ),
-    "relay": "Run a relay, invite machines to it, and try one.",
+    "relay": "Run a relay, invite machines to it, try one, and collect from one.",
     "relay.config": "Look at the settings of a relay.",
 }
 
