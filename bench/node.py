@@ -21,7 +21,6 @@ from typing import Any, Final
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent / "tests"))
 
 import machine as this_machine
-from node_process import NodeProcess, pair, set_relay
 
 from agentmbx_node import outbox
 from agentmbx_node.clock import Now, since_boot_ms, wall_ms
@@ -31,6 +30,7 @@ from agentmbx_node.store.rows import PEER
 from agentmbx_protocol import limits
 from agentmbx_protocol.card import Card, make_card
 from agentmbx_protocol.keys import SealingKey, SigningKey
+from node_process import NodeProcess, pair, set_relay
 from relay_process import RelayProcess
 
 LETTER_BODY: Final = "x" * 2000
@@ -70,7 +70,7 @@ def measure(folder: Path, size: Size) -> dict[str, Any]:
         direct_ms = [_send_ms(laptop) for _ in range(size.direct)]
         starts = _start_ups(laptop, size.starts)
         server.stop()
-        server.listen = "off"
+        listens, server.listen = server.listen, "off"
         server.start()
         _wait(lambda: not laptop.ask({"do": "outbox"})["letters"])
         relay_ms = []
@@ -79,7 +79,7 @@ def measure(folder: Path, size: Size) -> dict[str, Any]:
             time.sleep(1.5)
             relay_ms.append(_send_ms(laptop))
         server.stop()
-        server.listen = "127.0.0.1:0"
+        server.listen = listens
         drained = _drain(laptop, server, size.backlog)
     idle = _idle(folder / "idle", size.idle_s)
     bound_ms = 12 * limit_ms + 5
@@ -223,7 +223,7 @@ def _wait(done: Callable[[], object], patience_s: float = 90.0) -> None:
     while not done():
         if since_boot_ms() > ends_ms:
             raise RuntimeError("what was waited for did not happen")
-        time.sleep(0.05)
+        time.sleep(0.25)
 
 
 def main() -> int:

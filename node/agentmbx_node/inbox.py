@@ -139,7 +139,7 @@ def _answer_with_bye(peer: Peer, opened: Opened, now: Now) -> Receipt:
 
 
 def _learn_card(peer: Peer, data: bytes, now: Now) -> None:
-    if not data:
+    if not data or data == peer.card:
         return
     try:
         card = parse_card(data)
@@ -151,7 +151,7 @@ def _learn_card(peer: Peer, data: bytes, now: Now) -> None:
         peer.card, peer.card_sequence, peer.sealing = data, card.sequence, card.sealing
         peer.is_due = peer.has_news = True
         peer.direct_retry_age_ms = 0
-    elif data != peer.card and now.age_ms - peer.unopened_age_ms >= TELL_MS:
+    elif now.age_ms - peer.unopened_age_ms >= TELL_MS:
         # An older copy of the peer speaks: tell it which card is known here.
         peer.unopened_age_ms = now.age_ms
         peer.is_due = peer.has_news = True

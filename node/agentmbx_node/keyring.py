@@ -33,6 +33,7 @@ class Keyring:
         self.identity = SigningKey(identity)
         self.sealing = SealingKey(sealing)
         self._root = root
+        self._made: dict[bytes, SigningKey] = {}
 
     @classmethod
     def open(cls, path: Path, *, may_make: bool) -> "Keyring":
@@ -57,14 +58,18 @@ class Keyring:
 
     def pair_key(self, salt: bytes) -> SigningKey:
         """This machine's key for the peer of that salt."""
-        return SigningKey(self._derive(b"pair", salt))
+        return self._derive(b"pair", salt)
 
     def queue_key(self, salt: bytes) -> SigningKey:
         """The key of this machine's queue of that salt."""
-        return SigningKey(self._derive(b"queue", salt))
+        return self._derive(b"queue", salt)
 
-    def _derive(self, purpose: bytes, salt: bytes) -> bytes:
-        return hmac.digest(self._root, b"agentmbx/1 keyring " + purpose + b"\0" + salt, "sha256")
+    def _derive(self, purpose: bytes, salt: bytes) -> SigningKey:
+        if (made := self._made.get(purpose + salt)) is None:
+            label = b"agentmbx/1 keyring " + purpose + b"\0"
+            made = SigningKey(hmac.digest(self._root, label + salt, "sha256"))
+            self._made[purpose + salt] = made
+        return made
 
     def __repr__(self) -> str:
         return "Keyring(...)"

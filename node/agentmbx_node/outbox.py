@@ -202,6 +202,7 @@ def number_anew(
     row.digest = letter_digest(row.data)
     row.stream, row.number = letter.stream, letter.number
     row.next_age_ms, row.ask_sequence = now.age_ms, 0
+    connection.execute("UPDATE letter SET data = ? WHERE id = ?", (row.data, row.id))
     move(connection, row, Move.RESEAL, now, "its number was taken, so it goes with a new one")
 
 

@@ -98,8 +98,9 @@ def begin(
     if not due and not want.now:
         return want.next_age_ms(connection, peer, now)
     for row in due:
-        row.was_tried = True
-        LETTER.save(connection, row)
+        if not row.was_tried:
+            row.was_tried = True
+            LETTER.save(connection, row)
     if want.now:
         want.note(peer, now)
     if addresses:

@@ -13,6 +13,8 @@ def main() -> None:
 
         sys.stdout.write(f"agentmbx {metadata.version('agentmbx')}\n")
         return
+    # A terminal that cannot show a character of a peer's text is no reason to fail.
+    sys.stdout.reconfigure(errors="backslashreplace")  # type: ignore[union-attr]
     if sys.argv[1:2] and sys.argv[1] in _QUICK:
         from agentmbx_node.cli import quick  # noqa: PLC0415 - start-up time is a feature
 

@@ -1,13 +1,14 @@
 """The tree of commands, made of entry points; errors as text or JSON, with their exit codes."""
 
-import json
-import sys
 from collections.abc import Sequence
 from functools import cached_property
 from importlib import metadata
 from typing import Final
 
 import click
+
+from agentmbx_node.cli import text
+from agentmbx_node.errors import Failure
 
 GROUP: Final = "agentmbx.commands"
 _GROUP_HELP: Final = {
@@ -61,40 +62,25 @@ class EntryPointGroup(click.Group):
 
 def run(arguments: Sequence[str]) -> int:
     """Run `arguments`; the exit code: 0 done, 1 failed, 2 usage, 3 refused, 4 unreachable."""
+    as_json = "--json" in arguments
+    return text.guarded(lambda: _run(arguments, as_json=as_json), as_json=as_json)
+
+
+def _run(arguments: Sequence[str], *, as_json: bool) -> int:
     root = click.version_option(message="agentmbx %(version)s", package_name="agentmbx")(
         EntryPointGroup(())
     )
-    as_json = "--json" in arguments
     try:
         result = root.main(list(arguments), prog_name="agentmbx", standalone_mode=False)
     except click.exceptions.NoArgsIsHelpError as error:
         error.show()
         return 2
     except click.ClickException as error:
-        if as_json:
-            _show_json("usage", error.format_message(), "See --help.")
-        else:
+        if not as_json:
             error.show()
-        return error.exit_code
-    except (click.Abort, KeyboardInterrupt):
-        sys.stderr.write("Stopped.\n")
-        return 130
-    except BrokenPipeError:
-        sys.stderr.close()
-        return 1
-    except Exception as error:
-        # Both rooms raise failures that have these; anything else is a bug and shows itself.
-        code, next_step = getattr(error, "code", None), getattr(error, "next_step", "")
-        if code is None or not hasattr(error, "exit_code"):
-            raise
-        if as_json:
-            _show_json(code, str(error), next_step)
-        else:
-            sys.stderr.write(f"agentmbx: {error}\n" + (f"  {next_step}\n" if next_step else ""))
-        return int(error.exit_code)
+            return error.exit_code
+        usage = Failure("usage", error.format_message(), "See --help.", error.exit_code)
+        return text.fail(usage, as_json=True)
+    except click.Abort as error:
+        raise KeyboardInterrupt from error
     return result if isinstance(result, int) else 0
-
-
-def _show_json(code: str, message: str, next_step: str) -> None:
-    document = {"ok": False, "code": code, "message": message, "next": next_step}
-    sys.stdout.write(json.dumps(document) + "\n")

@@ -44,36 +44,17 @@ def run(command: str, arguments: Sequence[str]) -> int:
     if "--help" in arguments:
         sys.stdout.write(HELP[command])
         return 0
-    try:
-        owner = _owner(command, arguments)
-        request: dict[str, Any] = {"do": command}
-        if owner:
-            request["as"] = owner
-        answer = client.call(home_text(), request, PATIENCE_S)
-        text.show(answer, as_json, render_status if command == "status" else render_inbox)
-    except Failure as error:
-        return fail(error, as_json=as_json)
-    except BrokenPipeError:
-        return 1
+    return text.guarded(lambda: _run(command, arguments, as_json=as_json), as_json=as_json)
+
+
+def _run(command: str, arguments: Sequence[str], *, as_json: bool) -> int:
+    owner = _owner(command, arguments)
+    request: dict[str, Any] = {"do": command}
+    if owner:
+        request["as"] = owner
+    answer = client.call(home_text(), request, PATIENCE_S)
+    text.show(answer, as_json, render_status if command == "status" else render_inbox)
     return 0
-
-
-def fail(error: Failure, *, as_json: bool) -> int:
-    """Say what happened and what to do next; the exit code."""
-    if as_json:
-        import json  # noqa: PLC0415 - seldom needed
-
-        document = {
-            "ok": False,
-            "code": error.code,
-            "message": str(error),
-            "next": error.next_step,
-        }
-        sys.stdout.write(json.dumps(document) + "\n")
-    else:
-        step = f"  {error.next_step}\n" if error.next_step else ""
-        sys.stderr.write(f"agentmbx: {text.escape(error)}\n{step}")
-    return error.exit_code
 
 
 def render_status(answer: dict[str, Any]) -> str:

@@ -5,6 +5,7 @@ Standard library alone, since `status` and `inbox` run often.
 
 from __future__ import annotations
 
+import os
 import sys
 import time
 from collections.abc import Callable, Sequence
@@ -14,13 +15,18 @@ TYPE_CHECKING = False
 if TYPE_CHECKING:
     from typing import Any
 
+# Not printable by Unicode's book, yet harmless and part of how people write: spaces of their
+# scripts, and the joiners of Indic and Arabic scripts and of emoji.
+_HARMLESS = "\u00a0\u3000\u200c\u200d"
 _MINUTE_S, _HOUR_S, _DAY_S = 60, 3600, 86400
 
 
 def escape(text: object) -> str:
     """`text` as one line of what can be seen; all else is written as its escape."""
     return "".join(
-        each if each.isprintable() else each.encode("unicode_escape", "replace").decode("ascii")
+        each
+        if each.isprintable() or each in _HARMLESS
+        else each.encode("unicode_escape", "replace").decode("ascii")
         for each in str(text).encode("utf-8", "backslashreplace").decode()
     )
 
@@ -28,7 +34,8 @@ def escape(text: object) -> str:
 def escape_body(text: str) -> str:
     """The same for a text of several lines, which may hold tabs."""
     return "\n".join(
-        "\t".join(escape(part) for part in line.split("\t")) for line in text.splitlines()
+        "\t".join(escape(part) for part in line.split("\t"))
+        for line in text.replace("\r\n", "\n").split("\n")
     )
 
 
@@ -49,9 +56,11 @@ def ago(then_ms: int) -> str:
 def table(rows: Sequence[Sequence[object]]) -> str:
     """Rows with their columns aligned, the first row being the titles; values are escaped."""
     texts = [[escape(each) for each in row] for row in rows]
-    widths = [max(map(len, column)) for column in zip(*texts, strict=True)]
+    widths = [max(map(_width, column)) for column in zip(*texts, strict=True)]
     lines = (
-        "  ".join(each.ljust(width) for each, width in zip(row, widths, strict=True)).rstrip()
+        "  ".join(
+            each + " " * (width - _width(each)) for each, width in zip(row, widths, strict=True)
+        ).rstrip()
         for row in texts
     )
     return "\n".join(lines)
@@ -62,13 +71,61 @@ def show(answer: dict[str, Any], as_json: bool, render: Callable[[dict[str, Any]
     if as_json:
         import json  # noqa: PLC0415 - seldom needed here
 
-        sys.stdout.write(json.dumps(answer) + "\n")
+        _print(json.dumps(answer))
         return
     shown = render(answer)
     if shown:
-        sys.stdout.write(shown.encode("utf-8", "backslashreplace").decode() + "\n")
+        _print(shown.encode("utf-8", "backslashreplace").decode())
 
 
 def hint(text: str) -> None:
     """A line for a person that belongs to no output."""
     sys.stderr.write(text + "\n")
+    sys.stderr.flush()
+
+
+def fail(error: Any, *, as_json: bool, **more: object) -> int:  # noqa: ANN401 - of either room
+    """Say what happened and what to do next, as text or JSON (with `more`); the exit code."""
+    if as_json:
+        document = {"ok": False, "code": error.code, "message": str(error), "next": error.next_step}
+        show(document | more, True, str)  # noqa: FBT003 - as show has it
+    else:
+        step = f"  {escape(error.next_step)}\n" if error.next_step else ""
+        sys.stderr.write(f"agentmbx: {escape(error)}\n{step}")
+    return int(error.exit_code)
+
+
+def guarded(command: Callable[[], int], *, as_json: bool) -> int:
+    """The exit code of `command`; a failure of either room is shown, a bug is not caught."""
+    try:
+        return command()
+    except KeyboardInterrupt:
+        sys.stderr.write("Stopped.\n")
+        return 130
+    except BrokenPipeError:
+        # Nobody reads any more, so what is left in the buffer must not be tried again at the end.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    except Exception as error:
+        # Both rooms raise failures that have these; anything else is a bug and shows itself.
+        if not (hasattr(error, "code") and hasattr(error, "exit_code")):
+            raise
+        return fail(error, as_json=as_json)
+
+
+def _print(line: str) -> None:
+    sys.stdout.write(line + "\n")
+    sys.stdout.flush()
+
+
+def _width(text: str) -> int:
+    if text.isascii():
+        return len(text)
+    import unicodedata  # noqa: PLC0415 - seldom needed
+
+    return sum(
+        0
+        if unicodedata.combining(each) or each in "\u200c\u200d"
+        else 1 + (unicodedata.east_asian_width(each) in "WF")
+        for each in text
+    )

@@ -158,9 +158,11 @@ class Requests:
 
 
 def _counts(connection: sqlite3.Connection, peer: Peer) -> dict[str, int]:
-    rows = connection.execute(
-        "SELECT state, COUNT(*) FROM letter WHERE peer = ? AND state IN ('queued', 'held')"
-        " GROUP BY state",
-        (peer.id,),
-    )
-    return {"queued": 0, "held": 0} | dict(rows.fetchall())
+    # Two counts that an index alone answers, also for a long backlog.
+    (waiting,) = connection.execute(
+        "SELECT COUNT(*) FROM letter WHERE peer = ? AND state IN ('queued', 'held')", (peer.id,)
+    ).fetchone()
+    (held,) = connection.execute(
+        "SELECT COUNT(*) FROM letter WHERE peer = ? AND state = 'held'", (peer.id,)
+    ).fetchone()
+    return {"queued": waiting - held, "held": held}

@@ -91,13 +91,8 @@ class ControlServer:
             raise RuntimeError("a caller is served by a task")
         self._callers.add(caller)
         try:
-            answering = asyncio.create_task(self._answer(reader, writer))
-            try:
-                await asyncio.wait([answering])
-            finally:
-                answering.cancel()
-                with suppress(asyncio.CancelledError, ConnectionError):
-                    await answering
+            with suppress(ConnectionError):
+                await self._answer(reader, writer)
         finally:
             self._callers.discard(caller)
             writer.close()
@@ -109,7 +104,7 @@ class ControlServer:
             self._admit(writer)
             request = await _read_request(reader)
         except Failure as error:
-            await _write(writer, _failure(error))
+            await _write(writer, _failure_line(error))
             return
         passing_on = asyncio.create_task(self._pass_on(request, writer))
         # A caller says nothing more, so what comes is its end.
@@ -133,26 +128,26 @@ class ControlServer:
             raise Failure("refused", "This daemon belongs to another user.", "", 3)
 
     async def _pass_on(self, request: dict[str, Any], writer: asyncio.StreamWriter) -> None:
-        async with aclosing(self._run(request)) as steps:
-            async for step in steps:
-                await _write(writer, step)
+        async with aclosing(self._lines(request)) as lines:
+            async for line in lines:
+                await _write(writer, line)
 
-    async def _run(self, request: dict[str, Any]) -> AsyncGenerator[Mapping[str, object], None]:
+    async def _lines(self, request: dict[str, Any]) -> AsyncGenerator[bytes, None]:
         try:
             async with aclosing(self._handler(request)) as steps:
                 async for step in steps:
                     if "event" not in step:
-                        yield {"ok": True, **step}
+                        yield _line({"ok": True, **step})
                         return
-                    yield step
+                    yield _line(step)
             log.error("control_gave_no_answer", do=request["do"])
-            yield _failure(Failure("bug", "The daemon gave no answer. This is a bug.", "", 1))
+            yield _failure_line(Failure("bug", "The daemon gave no answer. This is a bug.", "", 1))
         except Failure as error:
-            yield _failure(error)
+            yield _failure_line(error)
         except Exception as error:
             log.exception("control_failed", do=request["do"])
             text = f"The daemon failed: {type(error).__name__}. This is a bug."
-            yield _failure(Failure("bug", text, "Its log, daemon.log, says more.", 1))
+            yield _failure_line(Failure("bug", text, "Its log, daemon.log, says more.", 1))
 
 
 async def _read_request(reader: asyncio.StreamReader) -> dict[str, Any]:
@@ -173,25 +168,30 @@ async def _read_request(reader: asyncio.StreamReader) -> dict[str, Any]:
     return request
 
 
-async def _write(writer: asyncio.StreamWriter, step: Mapping[str, object]) -> None:
-    line = msgspec.json.encode(step)
+async def _write(writer: asyncio.StreamWriter, line: bytes) -> None:
+    writer.write(line)
+    await writer.drain()
+
+
+def _line(step: Mapping[str, object]) -> bytes:
+    line = msgspec.json.encode(step) + b"\n"
     if len(line) > LINE_BYTES_MAX:
         text = "The answer is too long for the control socket."
-        line = msgspec.json.encode(_failure(Failure("too_large", text, "Ask for less.", 1)))
-    writer.write(line + b"\n")
-    with suppress(ConnectionError):
-        await writer.drain()
+        raise Failure("too_large", text, "Ask for less.", 1)
+    return line
+
+
+def _failure_line(error: Failure) -> bytes:
+    return _line(
+        {
+            "ok": False,
+            "code": error.code,
+            "message": str(error),
+            "next": error.next_step,
+            "exit_code": error.exit_code,
+        }
+    )
 
 
 def _not_understood(reason: str) -> Failure:
     return Failure("usage", f"The request is not understood: {reason}.", "", 2)
-
-
-def _failure(error: Failure) -> dict[str, object]:
-    return {
-        "ok": False,
-        "code": error.code,
-        "message": str(error),
-        "next": error.next_step,
-        "exit_code": error.exit_code,
-    }

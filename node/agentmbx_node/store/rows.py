@@ -137,9 +137,9 @@ class QueueRow(msgspec.Struct):
 
 MACHINE = Table("machine", Machine)
 PEER = Table("peer", Peer)
-LETTER = Table("letter", LetterRow)
+LETTER = Table("letter", LetterRow, fixed=("data",))
 EVENT = Table("letter_event", Event)
-MAIL = Table("mail", Mail)
+MAIL = Table("mail", Mail, fixed=("data",))
 QUEUE = Table("queue", QueueRow)
 
 

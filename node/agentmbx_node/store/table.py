@@ -10,15 +10,19 @@ T = TypeVar("T", bound=msgspec.Struct)
 
 
 class Table(Generic[T]):
-    """A table whose columns are the fields of `row`, the first of them its primary key."""
+    """A table whose columns are the fields of `row`, the first of them its primary key.
 
-    def __init__(self, name: str, row: type[T]) -> None:
+    `fixed` are columns that `save` leaves alone: large ones that hardly ever change.
+    """
+
+    def __init__(self, name: str, row: type[T], *, fixed: Sequence[str] = ()) -> None:
         self._row = row
         self._columns = row.__struct_fields__
+        self._saved = [each for each in self._columns[1:] if each not in fixed]
         self._key = self._columns[0]
         listed = ", ".join(self._columns)
         marks = ", ".join("?" * len(self._columns))
-        changes = ", ".join(f"{column} = ?" for column in self._columns[1:])
+        changes = ", ".join(f"{column} = ?" for column in self._saved)
         self._select = f"SELECT {listed} FROM {name} "  # noqa: S608 - names of this program
         self._insert = f"INSERT INTO {name} ({listed}) VALUES ({marks})"  # noqa: S608
         self._update = f"UPDATE {name} SET {changes} WHERE {self._key} = ?"  # noqa: S608
@@ -40,6 +44,6 @@ class Table(Generic[T]):
         return connection.execute(self._insert, msgspec.structs.astuple(row)).lastrowid or 0
 
     def save(self, connection: sqlite3.Connection, row: T) -> None:
-        """Write all columns of a row that is there."""
-        key, *values = msgspec.structs.astuple(row)
-        connection.execute(self._update, (*values, key))
+        """Write the columns of a row that is there, the fixed ones excepted."""
+        values = [getattr(row, column) for column in (*self._saved, self._key)]
+        connection.execute(self._update, values)

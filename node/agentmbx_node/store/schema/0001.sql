@@ -81,7 +81,10 @@ CREATE TABLE letter (
     retry_key       TEXT,                     -- the caller's, so that a repeat is the same letter
     UNIQUE (peer, stream, number)
 ) STRICT;
-CREATE INDEX letter_open ON letter (peer, next_age_ms) WHERE state IN ('queued', 'held');
+CREATE INDEX letter_open ON letter (peer, next_age_ms, number) WHERE state IN ('queued', 'held');
+CREATE INDEX letter_held ON letter (peer, held_age_ms) WHERE state = 'held';
+CREATE INDEX letter_deadline ON letter (peer, deadline_age_ms)
+    WHERE state IN ('queued', 'held') AND rounds = 0;
 CREATE INDEX letter_void ON letter (peer) WHERE is_void = 1;
 CREATE UNIQUE INDEX letter_by_retry_key ON letter (retry_key) WHERE retry_key IS NOT NULL;
 
