@@ -38,10 +38,7 @@ class Arrivals:
         """The fate of each, durable; raises `StoreFailed`."""
 
         def work(connection: sqlite3.Connection) -> list[Receipt]:
-            now = self._clock.now()
-            return [
-                inbox.receive(connection, self._keyring, parcel, now, way) for parcel in parcels
-            ]
+            return inbox.receive(connection, self._keyring, parcels, self._clock.now(), way)
 
         receipts = await self._database.write(work)
         self._arrived(receipts)

@@ -4,6 +4,7 @@ Everything here runs inside one commit; only after it may `stored` be signed or 
 """
 
 import sqlite3
+from collections.abc import Sequence
 from enum import Enum
 from typing import Final
 
@@ -43,30 +44,52 @@ class Receipt(msgspec.Struct, frozen=True):
 
 
 def receive(
-    connection: sqlite3.Connection, keyring: Keyring, parcel: Envelope, now: Now, way: str
-) -> Receipt:
-    """Take one envelope that came by `way`, "direct" or "relay" (SPEC section 5.3)."""
-    found = PEER.find(connection, "WHERE pair_key = ?", (parcel.signer,))
-    if not found:
-        return Receipt(Fate.UNKNOWN)
-    peer = found[0]
+    connection: sqlite3.Connection,
+    keyring: Keyring,
+    parcels: Sequence[Envelope],
+    now: Now,
+    way: str,
+) -> list[Receipt]:
+    """Take envelopes that came by `way`, "direct" or "relay" (SPEC section 5.3)."""
     machine = machine_of(connection)
+    known: dict[bytes, Peer | None] = {}
+    receipts = []
+    for parcel in parcels:
+        if parcel.signer not in known:
+            found = PEER.find(connection, "WHERE pair_key = ?", (parcel.signer,))
+            known[parcel.signer] = found[0] if found else None
+        peer = known[parcel.signer]
+        if peer is None:
+            receipts.append(Receipt(Fate.UNKNOWN))
+        else:
+            receipts.append(_open(connection, keyring, machine, peer, parcel, now, way))
+    for peer in known.values():
+        if peer is not None:
+            PEER.save(connection, peer)
+    return receipts
+
+
+def _open(
+    connection: sqlite3.Connection,
+    keyring: Keyring,
+    machine: Machine,
+    peer: Peer,
+    parcel: Envelope,
+    now: Now,
+    way: str,
+) -> Receipt:
     try:
         parcel.frame.verify()
         own = keyring.pair_key(peer.salt).public
         opened = open_letter(parcel, keyring.sealing, receiver=own)
     except (CannotOpen, Refusal):
         _count_unopened(peer, parcel.digest, now)
-        PEER.save(connection, peer)
         return Receipt(Fate.DONE, peer.id or 0)
     _hear_from(peer, now, way)
     if peer.state != "paired":
-        receipt = _answer_with_bye(peer, opened, now)
-    else:
-        _learn_card(peer, opened.card, now)
-        receipt = _take(connection, machine, peer, opened, now, way)
-    PEER.save(connection, peer)
-    return receipt
+        return _answer_with_bye(peer, opened, now)
+    _learn_card(peer, opened.card, now)
+    return _take(connection, machine, peer, opened, now, way)
 
 
 def _take(
