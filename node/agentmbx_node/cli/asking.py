@@ -16,6 +16,12 @@ PATIENCE_S: Final = 60.0
 json_option = click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 
 
+def wants_json(context: click.Context, *, as_json: bool) -> bool:
+    """Whether the command, or the group that it stands under, was given `--json`."""
+    above = context.parent.params.get("as_json") if context.parent else None
+    return as_json or bool(above)
+
+
 def ask(
     request: dict[str, Any], *, as_json: bool, render: Callable[[dict[str, Any]], str]
 ) -> dict[str, Any]:

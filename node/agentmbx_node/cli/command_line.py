@@ -26,8 +26,8 @@ class EntryPointGroup(click.Group):
     """A group whose commands are the entry points below a path such as `relay`."""
 
     def __init__(self, path: tuple[str, ...]) -> None:
-        text = _GROUP_HELP.get(".".join(path))
-        super().__init__(path[-1] if path else "agentmbx", help=text, no_args_is_help=True)
+        about = _GROUP_HELP.get(".".join(path))
+        super().__init__(path[-1] if path else "agentmbx", help=about, no_args_is_help=True)
         self._path = path
 
     @cached_property

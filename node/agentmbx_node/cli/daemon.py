@@ -1,5 +1,6 @@
 """`agentmbx up` and `down`: the daemon of this machine."""
 
+import os
 import subprocess
 import sys
 import time
@@ -16,6 +17,8 @@ from agentmbx_node.home import LOG_NAME, home_folder, lock_holder, make_private_
 
 START_S: Final = 20.0
 STOP_S: Final = 15.0
+LOG_BYTES_MAX: Final = 8 * 1024 * 1024
+_EXIT_CODES: Final = range(1, 5)
 _POLL_S: Final = 0.05
 
 
@@ -68,9 +71,11 @@ def up(
 def down(as_json: bool) -> None:  # noqa: FBT001
     """Stop the daemon; what waits in the outbox goes on when it is up again."""
     home = home_folder()
+    process = lock_holder(home)
     answer = client.call(home, {"do": "stop"}, STOP_S)
     ends_s = time.monotonic() + STOP_S
-    while lock_holder(home) is not None:
+    # Whoever supervises it may have started the next one already.
+    while process is not None and lock_holder(home) == process:
         if time.monotonic() > ends_s:
             raise Failure("failed", "The daemon does not stop.", f"See {home / LOG_NAME}.", 1)
         time.sleep(_POLL_S)
@@ -80,6 +85,7 @@ def down(as_json: bool) -> None:  # noqa: FBT001
 def _start(home: Path, words: list[str]) -> dict[str, object]:
     make_private_folder(home)
     log_path = home / LOG_NAME
+    _set_long_log_aside(log_path)
     command = [sys.executable, "-c", "from agentmbx_node.cli import main; main()", "up", *words]
     with log_path.open("ab") as log:
         log_path.chmod(0o600)
@@ -91,6 +97,7 @@ def _start(home: Path, words: list[str]) -> dict[str, object]:
             stderr=log,
             start_new_session=True,
             cwd="/",
+            env=os.environ | {"MBX_HOME": str(home)},
         )
     ends_s = time.monotonic() + START_S
     while time.monotonic() < ends_s:
@@ -114,6 +121,18 @@ def _did_not_start(log_path: Path, began_at: int, code: int) -> Failure:
         said = log.read().decode("utf-8", "replace").strip().splitlines()
     # What `up` itself prints for a failure: the text, then a step further in.
     told = [line.removeprefix("agentmbx: ") for line in said if line.startswith("agentmbx: ")]
-    steps = [line.strip() for line in said if line.startswith("  ")]
-    message = told[-1] if told else "The daemon ended while it started."
-    return Failure("failed", message, steps[-1] if steps else f"See {log_path}.", code or 1)
+    if told:
+        steps = [line.strip() for line in said[said.index(f"agentmbx: {told[-1]}") + 1 :]]
+    else:
+        steps = []
+        told = [f"The daemon ended while it started: {said[-1] if said else f'exit code {code}'}"]
+    step = steps[0] if steps else f"See {log_path}."
+    return Failure("failed", told[-1], step, code if code in _EXIT_CODES else 1)
+
+
+def _set_long_log_aside(path: Path) -> None:
+    try:
+        if path.stat().st_size > LOG_BYTES_MAX:
+            path.replace(path.with_name(f"{path.name}.1"))
+    except FileNotFoundError:
+        return

@@ -7,11 +7,12 @@ from typing import Any, Final
 import click
 
 from agentmbx_node.cli import text
-from agentmbx_node.cli.asking import ask, json_option, stream
+from agentmbx_node.cli.asking import ask, json_option, stream, wants_json
 from agentmbx_node.errors import Failure
 
 BODY_BYTES_MAX: Final = 262_144
 SUBJECT_CHARACTERS_MAX: Final = 200
+_SENT_KEYS: Final = ("id", "state", "letter")
 
 
 @click.command(short_help="Send a message to a name on a peer.")
@@ -34,7 +35,7 @@ def send(
     wait: str | None,
     key: str | None,
     as_json: bool,  # noqa: FBT001
-) -> None:
+) -> int:
     """Put a message into the outbox, durably, and print its id.
 
     It goes directly if the peer can be reached, else to its relay, and is tried for 72 hours.
@@ -54,15 +55,20 @@ def send(
         "wait": wait,
         "key": key,
     }
-    for step in stream(request):
-        if "event" not in step:
-            text.show(step, as_json, lambda answer: str(answer["id"]))
-            if not as_json and wait:
-                text.hint(_one_line(step["letter"]))
-            if wait and step["state"] in ("not_confirmed", "cancelled"):
-                raise Failure(
-                    step["state"], f"The letter ended: {step['state']}.", "See `sent`.", 1
-                )
+    answer: dict[str, Any] = {}
+    for answer in stream(request):  # noqa: B007 - the last one counts
+        pass
+    if wait and answer["state"] in ("not_confirmed", "cancelled"):
+        words, step = (
+            f"The letter ended: {answer['state']}.",
+            f"See `agentmbx sent {answer['id']}`.",
+        )
+        failure = Failure(answer["state"], words, step, 1)
+        return text.fail(failure, as_json=as_json, **{key: answer[key] for key in _SENT_KEYS})
+    text.show(answer, as_json, lambda answer: text.escape(answer["id"]))
+    if not as_json and wait:
+        text.hint(_one_line(answer["letter"]))
+    return 0
 
 
 @click.command(short_help="Read one message.")
@@ -93,24 +99,30 @@ def outbox(context: click.Context, as_json: bool) -> None:  # noqa: FBT001
 @outbox.command(short_help="Try at once what waits.")
 @click.argument("letter_id", metavar="[ID]", required=False)
 @json_option
-def retry(letter_id: str | None, as_json: bool) -> None:  # noqa: FBT001
+@click.pass_context
+def retry(context: click.Context, letter_id: str | None, as_json: bool) -> None:  # noqa: FBT001
     """Try all that waits at once, by every way; with ID all that waits for the same peer."""
     request = {"do": "outbox_retry", "id": letter_id}
-    ask(request, as_json=as_json, render=lambda answer: f"{answer['count']} are tried now.")
+    ask(
+        request,
+        as_json=wants_json(context, as_json=as_json),
+        render=lambda answer: f"{answer['count']} are tried now.",
+    )
 
 
 @outbox.command(short_help="Take a letter back.")
 @click.argument("letter_id", metavar="ID")
 @json_option
-def cancel(letter_id: str, as_json: bool) -> None:  # noqa: FBT001
+@click.pass_context
+def cancel(context: click.Context, letter_id: str, as_json: bool) -> None:  # noqa: FBT001
     """End the letter ID; if it was tried before, it may still arrive."""
     request = {"do": "outbox_cancel", "id": letter_id}
-    ask(request, as_json=as_json, render=_render_cancelled)
+    ask(request, as_json=wants_json(context, as_json=as_json), render=_render_cancelled)
 
 
 def _render_cancelled(answer: dict[str, Any]) -> str:
     tail = "It was tried before, so it may still arrive." if answer["may_still_arrive"] else ""
-    return f"Cancelled {answer['id']}. {tail}".rstrip()
+    return f"Cancelled {text.escape(answer['id'])}. {tail}".rstrip()
 
 
 def _render_message(answer: dict[str, Any]) -> str:
@@ -150,7 +162,7 @@ def _whole(letter: dict[str, Any]) -> str:
 
 
 def _one_line(letter: dict[str, Any]) -> str:
-    return f"{letter['state']} by {letter['way'] or 'no way yet'}"
+    return text.escape(f"{letter['state']} by {letter['way'] or 'no way yet'}")
 
 
 def _read_body(given: str) -> str:

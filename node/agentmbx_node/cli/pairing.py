@@ -1,12 +1,15 @@
 """`agentmbx pair`, `join`, `peers` and `unpair`: which machines trust each other."""
 
 import sys
-from typing import Any
+from typing import Any, Final
 
 import click
 
 from agentmbx_node.cli import text
-from agentmbx_node.cli.asking import ask, json_option, stream
+from agentmbx_node.cli.asking import ask, json_option, stream, wants_json
+from agentmbx_node.errors import Failure
+
+LINE_BYTES_MAX: Final = 64 * 1024
 
 
 @click.command(short_help="Make a line that pairs another machine with this one.")
@@ -26,7 +29,7 @@ def pair(as_json: bool) -> None:  # noqa: FBT001
             out.write(line)
             out.flush()
         elif "event" in step:
-            text.hint(text.escape(f"{step.get('reason', '')} ({step.get('fingerprint', '')})"))
+            text.hint(text.escape(f"{step.get('reason', 'joins')} ({step.get('fingerprint', '')})"))
         else:
             text.show(step, as_json, _render_paired)
 
@@ -39,8 +42,8 @@ def join(line: str, as_json: bool) -> None:  # noqa: FBT001
 
     If it is cut off, the same line again goes on where it stopped.
     """
-    pasted = sys.stdin.readline() if line == "-" else line
-    ask({"do": "join", "line": pasted.strip()}, as_json=as_json, render=_render_paired)
+    pasted = _read_line() if line == "-" else line.strip()
+    ask({"do": "join", "line": pasted}, as_json=as_json, render=_render_paired)
 
 
 @click.group(short_help="List the paired machines.", invoke_without_command=True)
@@ -56,10 +59,15 @@ def peers(context: click.Context, as_json: bool) -> None:  # noqa: FBT001
 @click.argument("old")
 @click.argument("new")
 @json_option
-def rename(old: str, new: str, as_json: bool) -> None:  # noqa: FBT001
+@click.pass_context
+def rename(context: click.Context, old: str, new: str, as_json: bool) -> None:  # noqa: FBT001
     """Call the peer OLD by the name NEW from now on, on this machine alone."""
     request = {"do": "rename", "old": old, "new": new}
-    ask(request, as_json=as_json, render=lambda answer: f"It is {answer['name']} now.")
+    ask(
+        request,
+        as_json=wants_json(context, as_json=as_json),
+        render=lambda answer: f"It is {text.escape(answer['name'])} now.",
+    )
 
 
 @click.command(short_help="End a pairing.")
@@ -76,6 +84,20 @@ def unpair(peer: str, as_json: bool) -> None:  # noqa: FBT001
         as_json=as_json,
         render=lambda answer: f"No longer paired with {text.escape(answer['peer'])}.",
     )
+
+
+def _read_line() -> str:
+    try:
+        words = sys.stdin.buffer.readline(LINE_BYTES_MAX).decode().split()
+    except UnicodeDecodeError as error:
+        raise Failure(
+            "usage", "Standard input is no UTF-8 text.", "Nothing was done.", 2
+        ) from error
+    if not words:
+        step = "`agentmbx pair` on the other machine prints the line."
+        raise Failure("usage", "Standard input has no line to join with.", step, 2)
+    # Who copies the whole command means its last word.
+    return words[-1]
 
 
 def _render_paired(answer: dict[str, Any]) -> str:
