@@ -145,7 +145,7 @@ def wait_until_stored(*nodes: NodeProcess, patience_s: float = 90.0) -> None:
     ends_s = time.monotonic() + patience_s
     while True:
         left = [
-            letter for node in nodes for letter in node.letters() if letter["state"] != "stored"
+            letter for node in nodes for letter in node.ask({"do": "outbox"})["letters"]
         ]
         if not left:
             return
