@@ -16,10 +16,16 @@ Answer = Mapping[str, object] | Failure
 
 
 class FakeDaemon:
-    """Answers each request by its "do": events first, the answer last, or a failure."""
+    """Answers each request by its "do": events first, the answer last, or a failure.
 
-    def __init__(self, home: Path, answers: Mapping[str, list[Answer]]) -> None:
+    With `hangs` the answer does not come after them.
+    """
+
+    def __init__(
+        self, home: Path, answers: Mapping[str, list[Answer]], *, hangs: bool = False
+    ) -> None:
         self.home = home
+        self._hangs = hangs
         self.requests: list[dict[str, Any]] = []
         self._answers = answers
         self._ready = threading.Event()
@@ -45,6 +51,8 @@ class FakeDaemon:
             if isinstance(step, Failure):
                 raise step
             yield step
+        if self._hangs:
+            await asyncio.Event().wait()
 
     def __enter__(self) -> Self:
         self._thread.start()

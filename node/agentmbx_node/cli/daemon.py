@@ -18,7 +18,7 @@ from agentmbx_node.home import LOG_NAME, home_folder, lock_holder, make_private_
 START_S: Final = 20.0
 STOP_S: Final = 15.0
 LOG_BYTES_MAX: Final = 8 * 1024 * 1024
-_EXIT_CODES: Final = range(1, 5)
+_CODES: Final = {1: "failed", 2: "usage", 3: "refused", 4: "unreachable"}
 _POLL_S: Final = 0.05
 
 
@@ -127,7 +127,8 @@ def _did_not_start(log_path: Path, began_at: int, code: int) -> Failure:
         steps = []
         told = [f"The daemon ended while it started: {said[-1] if said else f'exit code {code}'}"]
     step = steps[0] if steps else f"See {log_path}."
-    return Failure("failed", told[-1], step, code if code in _EXIT_CODES else 1)
+    exit_code = code if code in _CODES else 1
+    return Failure(_CODES[exit_code], told[-1], step, exit_code)
 
 
 def _set_long_log_aside(path: Path) -> None:

@@ -12,6 +12,7 @@ from agentmbx_node.errors import Failure
 
 BODY_BYTES_MAX: Final = 262_144
 SUBJECT_CHARACTERS_MAX: Final = 200
+_REACHED: Final = {"held": ("held", "stored"), "stored": ("stored",)}
 _SENT_KEYS: Final = ("id", "state", "letter")
 
 
@@ -58,12 +59,9 @@ def send(
     answer: dict[str, Any] = {}
     for answer in stream(request):  # noqa: B007 - the last one counts
         pass
-    if wait and answer["state"] in ("not_confirmed", "cancelled"):
-        words, step = (
-            f"The letter ended: {answer['state']}.",
-            f"See `agentmbx sent {answer['id']}`.",
-        )
-        failure = Failure(answer["state"], words, step, 1)
+    if wait and answer["state"] not in _REACHED[wait]:
+        words, step = f"The letter is {answer['state']}.", f"See `agentmbx sent {answer['id']}`."
+        failure = Failure(f"not_{wait}", words, step, 1)
         return text.fail(failure, as_json=as_json, **{key: answer[key] for key in _SENT_KEYS})
     text.show(answer, as_json, lambda answer: text.escape(answer["id"]))
     if not as_json and wait:
