@@ -144,9 +144,7 @@ def wait_until_stored(*nodes: NodeProcess, patience_s: float = 90.0) -> None:
     """Wait until every letter of the nodes is stored; raises `TimeoutError` with what is not."""
     ends_s = time.monotonic() + patience_s
     while True:
-        left = [
-            letter for node in nodes for letter in node.ask({"do": "outbox"})["letters"]
-        ]
+        left = [letter for node in nodes for letter in node.ask({"do": "outbox"})["letters"]]
         if not left:
             return
         if time.monotonic() > ends_s:

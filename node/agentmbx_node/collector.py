@@ -1,8 +1,9 @@
 """One own queue at a relay: keeps it registered, and collects what waits there."""
 
+import asyncio
 import secrets
 import sqlite3
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Coroutine, Sequence
 from typing import Final
 
 import aiohttp
@@ -12,7 +13,7 @@ from agentmbx_node.arrivals import Arrivals
 from agentmbx_node.clock import Clock
 from agentmbx_node.errors import OperatingError
 from agentmbx_node.hops.http import HopRefused
-from agentmbx_node.hops.relay import RelayHop
+from agentmbx_node.hops.relay import Collected, RelayHop
 from agentmbx_node.inbox import Fate
 from agentmbx_node.keyring import Keyring
 from agentmbx_node.store.database import Database, StoreFailed
@@ -147,7 +148,9 @@ class Collector:
             wait_s=wait_s,
             acks=tuple(acks),
         )
-        collected = await hop.collect(make_collect(key, command), wait_s)
+        collected = await self._unless_rung(hop.collect(make_collect(key, command), wait_s), wait_s)
+        if collected is None:
+            return 0
         self._acks = rest
         await self._note_contact(row, collected.state)
         if collected.envelopes:
@@ -155,6 +158,23 @@ class Collector:
         elif is_done and not acks:
             await self._retire(hop, key, row)
         return 0
+
+    async def _unless_rung(
+        self, collecting: Coroutine[None, None, Collected], wait_s: int
+    ) -> Collected | None:
+        """What was collected; None if a long poll was left early, since the peers have changed."""
+        if not wait_s:
+            return await collecting
+        poll = asyncio.create_task(collecting)
+        rung = asyncio.create_task(self.alarm.wait(None))
+        try:
+            await asyncio.wait([poll, rung], return_when=asyncio.FIRST_COMPLETED)
+            # Nothing is leased by a poll, so one that is left loses nothing.
+            return poll.result() if poll.done() else None
+        finally:
+            for task in (poll, rung):
+                task.cancel()
+            await asyncio.gather(poll, rung, return_exceptions=True)
 
     async def _take(self, envelopes: Sequence[bytes]) -> None:
         parcels = []

@@ -168,6 +168,9 @@ class RunningMachine:
             if number not in self._collectors:
                 self._collectors[number] = self._collector(number)
             self._keep("collector", number, self._collectors[number].run)
+            if queue.state == "draining":
+                # Perhaps every peer knows the newer route now.
+                self._collectors[number].alarm.ring()
         gone = set(self._couriers) - {peer.id for peer in peers}
         for number in gone:
             del self._couriers[number]

@@ -1,7 +1,5 @@
 """A relay and two nodes, killed at random: every letter arrives once, and both sides agree."""
 
-import os
-import random
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,16 +9,10 @@ import pytest
 from agentmbx_node.errors import Failure
 from node_process import NodeProcess, pair, set_relay, wait_until_stored
 from relay_process import RelayProcess
+from scene import seeded
 
 STORM_S = 25.0
 SETTLE_S = 120.0
-
-
-@pytest.fixture
-def seed() -> int:
-    chosen = int(os.environ.get("MBX_TEST_SEED", "0")) or random.randrange(10**6)
-    print(f"MBX_TEST_SEED={chosen}")
-    return chosen
 
 
 @pytest.fixture
@@ -37,10 +29,10 @@ def parts(tmp_path: Path) -> Iterator[tuple[RelayProcess, NodeProcess, NodeProce
 
 
 def test_whoever_is_killed_every_letter_arrives_once_and_both_sides_agree(
-    parts: tuple[RelayProcess, NodeProcess, NodeProcess], seed: int
+    parts: tuple[RelayProcess, NodeProcess, NodeProcess],
 ) -> None:
     relay, laptop, server = parts
-    chance = random.Random(seed)
+    chance = seeded()
     taken: dict[str, set[str]] = {"laptop": set(), "server": set()}
     ends_s = time.monotonic() + STORM_S
     count = 0
