@@ -1,7 +1,6 @@
 """Disks that are full or that fail (cases D1 and D4): nothing is signed that is not durable."""
 
 import asyncio
-import os
 import re
 import subprocess
 from collections.abc import Iterator, Sequence
@@ -16,6 +15,7 @@ from agentmbx_protocol.envelope import Envelope, parse_envelope
 from raw_http import RawConnection, deposit_request, request
 from relay_process import AGENTMBX, RelayProcess
 from scene import Scene, eventually, queue_at
+from small_disk import Ballast, mounted
 from tracing import strace_path, traced
 
 SMALL_DISK_BYTES = 64 * 1024 * 1024
@@ -30,40 +30,8 @@ READ = re.compile(r" (recvfrom|recvmsg|read|readv)\((\d+)<socket")
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
     """A file system of 64 MiB of its own."""
-    if os.geteuid() != 0:
-        pytest.skip("mounting a tmpfs needs root")
-    folder = tmp_path / "disk"
-    folder.mkdir()
-    options = f"size={SMALL_DISK_BYTES}"
-    mount = ["mount", "-t", "tmpfs", "-o", options, "agentmbx-test", str(folder)]
-    mounted = subprocess.run(mount, check=False, capture_output=True, text=True)
-    if mounted.returncode:
-        pytest.skip(f"a tmpfs cannot be mounted here: {mounted.stderr.strip()}")
-    yield folder
-    subprocess.run(["umount", "--lazy", str(folder)], check=True)
-
-
-class Ballast:
-    """A file that leaves `left_bytes` of a file system free."""
-
-    def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._path = folder / "ballast"
-
-    def leave(self, left_bytes: int) -> None:
-        """Grow until no more than that is free."""
-        with self._path.open("ab") as file:
-            while (free := self._free()) > left_bytes:
-                file.write(bytes(min(free - left_bytes, 1024 * 1024)))
-                file.flush()
-
-    def drop(self) -> None:
-        """Give it all back."""
-        self._path.unlink()
-
-    def _free(self) -> int:
-        status = os.statvfs(self._folder)
-        return status.f_bavail * status.f_frsize
+    with mounted(tmp_path / "disk", SMALL_DISK_BYTES) as folder:
+        yield folder
 
 
 async def _hold(scene: Scene, count: int) -> dict[Envelope, HeldFact]:

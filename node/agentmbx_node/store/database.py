@@ -24,11 +24,13 @@ T = TypeVar("T")
 Work = Callable[[sqlite3.Connection], T]
 
 
-class StoreFailed(Exception):
+class StoreFailed(Failure):
     """A commit did not happen; `is_full` says that the disk has no room, else it may be broken."""
 
     def __init__(self, text: str, *, is_full: bool) -> None:
-        super().__init__(text)
+        step = "Make room, then do it again." if is_full else "Check the disk."
+        code = "disk_full" if is_full else "store_failed"
+        super().__init__(code, f"Nothing was changed: {text}.", step, 1)
         self.is_full = is_full
 
 
