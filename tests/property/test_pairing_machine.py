@@ -6,17 +6,16 @@ token makes at most one peer, no side is paired with a key that the other did no
 no token is nobody's peer. When messages get through again, both sides end paired.
 """
 
+from collections import Counter
 from typing import Final
 
 import msgspec
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import (
-    Bundle,
     RuleBasedStateMachine,
     initialize,
     invariant,
-    multiple,
     precondition,
     rule,
 )
@@ -31,9 +30,12 @@ from agentmbx_protocol.errors import Refusal
 from agentmbx_protocol.frame import Kind
 from pairing_sides import CommitFailed, Side, crooked, foreign_reply
 
-TOKENS_MAX: Final = 4
+TOKENS_MAX: Final = 6
 JOINERS: Final = ("laptop", "phone")
-PASSES_MS: Final = (0, 1000, 60_000, TOKEN_MS - 60_000, TOKEN_MS, REPEAT_MS - TOKEN_MS, REPEAT_MS)
+PASSES_MS: Final = (
+    *(0, 1, 1000, 5000, 60_000, 100_000),
+    *(TOKEN_MS - 60_000, TOKEN_MS, REPEAT_MS - TOKEN_MS, REPEAT_MS),
+)
 WALLS_MS: Final = (0, 1, 1_700_000_000_000, 2**62)
 FATES: Final = (
     *("through", "through", "through", "answer late", "request lost"),
@@ -41,6 +43,7 @@ FATES: Final = (
 )
 
 who = st.sampled_from(JOINERS)
+backs = st.integers(0, TOKENS_MAX - 1)
 
 
 class Run(msgspec.Struct):
@@ -50,9 +53,16 @@ class Run(msgspec.Struct):
     answer: bytes = b""
 
 
-class Pairing(RuleBasedStateMachine):
-    frames = Bundle("frames")
+class Spent(msgspec.Struct):
+    """A spent token as the model has it: by whom, when, for which peer, and with what result."""
 
+    identity: bytes
+    age_ms: int
+    peer: int
+    result: bytes
+
+
+class Pairing(RuleBasedStateMachine):
     def __init__(self) -> None:
         super().__init__()
         self.desk = Side("desk")
@@ -60,15 +70,21 @@ class Pairing(RuleBasedStateMachine):
         self.mallory = Side("mallory")
         self.tokens: list[bytes] = []
         self.runs: dict[str, Run] = {}
-        self.made: dict[bytes, int] = {}
+        # Joiners that sent something since they last paired.
+        self.busy: set[str] = set()
+        self.frames: list[bytes] = []
         # The pair keys in each frame that a machine made itself: these it has shown.
         self.shown: dict[bytes, set[bytes]] = {}
+        self.open_since_ms: dict[bytes, int] = {}
+        self.bad_proofs: Counter[bytes] = Counter()
+        self.spent: dict[bytes, Spent] = {}
 
     def teardown(self) -> None:
         try:
-            for name in JOINERS:
-                self.pair_in_peace(name)
-                self.nothing_is_wrong()
+            if self.tokens:
+                for name in JOINERS:
+                    self.pair_in_peace(name)
+                    self.nothing_is_wrong()
         finally:
             for side in self.sides():
                 side.close()
@@ -87,23 +103,23 @@ class Pairing(RuleBasedStateMachine):
     @precondition(lambda self: len(self.tokens) < TOKENS_MAX)
     @rule()
     def offer(self) -> None:
-        self.tokens.append(self.desk.offer())
+        token = self.desk.offer()
+        self.tokens.append(token)
+        self.open_since_ms[wire.token_id(token)] = self.desk.age_ms
 
-    @rule(name=who, back=st.integers(0, TOKENS_MAX - 1))
+    @rule(name=who, back=backs)
     def paste(self, name: str, back: int) -> None:
-        token = self.tokens[-1 - back % len(self.tokens)]
-        self.joiners[name].begin(token)
-        self.runs[name] = Run(token)
+        self.runs[name] = Run(self.tokens[-1 - back % len(self.tokens)])
 
-    @rule(target=frames, name=who, fate=st.sampled_from(FATES))
-    def ask(self, name: str, fate: str) -> object:
+    @rule(name=who, fate=st.sampled_from(FATES))
+    def ask(self, name: str, fate: str) -> None:
         """Send the next frame of a run, as `join` does, and let the network do its worst."""
         run = self.runs.get(name)
         if run is None:
-            return multiple()
+            return
         data = self.next_frame(name, run)
         if fate == "request lost":
-            return data
+            return
         answer = self.deliver(
             crooked(data) if fate == "crooked" else data, fails=fate == "commit fails"
         )
@@ -111,12 +127,12 @@ class Pairing(RuleBasedStateMachine):
             again = self.deliver(data)
             assert not answer or answer == again
         if not answer:
-            return data
+            # What the driver does when its proof was refused.
+            answer = self.deliver(self.joiners[name].begin(run.token))
         if fate == "answer late":
             run.answer = answer
-        elif fate != "answer lost":
+        elif answer and fate != "answer lost":
             self.take(name, run, answer)
-        return multiple(data, answer)
 
     @rule(name=who, fails=st.booleans())
     def take_answer(self, name: str, fails: bool) -> None:  # noqa: FBT001 - drawn
@@ -126,19 +142,31 @@ class Pairing(RuleBasedStateMachine):
             self.take(name, run, answer, fails=fails)
 
     @rule(name=who)
-    def ask_for_another_reply(self, name: str) -> None:
-        """What the driver does when its proof was refused."""
+    def go_on(self, name: str) -> None:
+        """Some steps in a row without faults."""
         run = self.runs.get(name)
         if run is not None:
-            run.answer = self.deliver(self.joiners[name].begin(run.token))
+            self.drive(name, run)
 
-    @rule()
-    def restart_desk(self) -> None:
-        self.desk.restart()
-
+    @precondition(lambda self: len(self.tokens) < TOKENS_MAX)
     @rule(name=who)
-    def kill_joiner(self, name: str) -> None:
+    def pair_with_a_new_line(self, name: str) -> None:
+        """Pair again, or while an older line is only half done."""
+        self.offer()
+        self.paste(name, 0)
+        assert self.drive(name, self.runs[name])
+
+    @rule(name=who, back=backs)
+    def go_back_to_an_old_line(self, name: str, back: int) -> None:
+        self.paste(name, back)
+        self.drive(name, self.runs[name])
+
+    @rule(name=st.sampled_from(("desk", *JOINERS)))
+    def kill(self, name: str) -> None:
         self.runs.pop(name, None)
+        if name == "desk":
+            self.desk.restart()
+            self.open_since_ms.clear()
 
     @rule(
         passed_ms=st.sampled_from(PASSES_MS),
@@ -159,68 +187,80 @@ class Pairing(RuleBasedStateMachine):
 
     # What the one in the middle does
 
-    @rule(target=frames, data=frames)
-    def replay_to_desk(self, data: bytes) -> object:
-        return self.deliver(data) or multiple()
+    @precondition(lambda self: self.frames)
+    @rule(back=backs, at=backs, as_own=st.booleans())
+    def replay_to_desk(self, back: int, at: int, as_own: bool) -> None:  # noqa: FBT001 - drawn
+        """An old frame, perhaps signed anew as Mallory's; it undoes no pairing."""
+        paired = [name for name in JOINERS if self.is_paired(name) and name not in self.busy]
+        data = self.frames[-1 - (TOKENS_MAX * back + at) % len(self.frames)]
+        if as_own:
+            parsed = frame.parse(data)
+            key = self.mallory.keyring.identity
+            data = frame.sign(parsed.kind, key, parsed.fields, parsed.tail)
+        self.deliver(data)
+        assert all(self.is_paired(name) for name in paired)
 
-    @rule(name=who, data=frames)
-    def replay_to_joiner(self, name: str, data: bytes) -> None:
+    @precondition(lambda self: self.frames)
+    @rule(name=who, back=backs, at=backs)
+    def replay_to_joiner(self, name: str, back: int, at: int) -> None:
         run = self.runs.get(name)
         if run is not None:
-            run.answer = data
+            run.answer = self.frames[-1 - (TOKENS_MAX * back + at) % len(self.frames)]
 
-    @rule(target=frames, at=st.integers(0, TOKENS_MAX - 1), copies=st.booleans())
-    def make_hello(self, at: int, copies: bool) -> bytes:  # noqa: FBT001 - drawn
-        """A hello of Mallory's for an overheard token id, perhaps with a pair key of another."""
-        token = self.tokens[at % len(self.tokens)]
+    @rule(back=backs, with_anothers_key=st.booleans())
+    def come_as_joiner(self, back: int, with_anothers_key: bool) -> None:  # noqa: FBT001 - drawn
+        """Mallory with an overheard token id and a guessed token, perhaps with another's key."""
+        token = self.tokens[-1 - back % len(self.tokens)]
         keys = sorted(key for keys in self.shown.values() for key in keys)
         own = self.mallory.keyring.pair_key(b"s" * 16).public
-        return wire.make_hello(
+        hello = wire.make_hello(
             Kind.HELLO,
             self.mallory.keyring.identity,
             named_token=wire.token_id(token),
             nonce=b"n" * 32,
             sealing=self.mallory.keyring.sealing.public,
-            pair=keys[at % len(keys)] if copies and keys else own,
+            pair=keys[back % len(keys)] if with_anothers_key and keys else own,
             name="desk",
         )
+        reply = self.deliver(hello)
+        if reply:
+            assert not self.deliver(self.guess(Kind.PROOF, hello, reply))
 
-    @rule(target=frames, at=st.integers(0, TOKENS_MAX - 1))
-    def make_reply(self, at: int) -> bytes:
-        token = self.tokens[at % len(self.tokens)]
-        return foreign_reply(self.mallory, wire.token_id(token))
+    @rule(name=who, guesses=st.booleans())
+    def stand_between(self, name: str, guesses: bool) -> None:  # noqa: FBT001 - drawn
+        """Mallory answers a joiner instead of the desk."""
+        run = self.runs.get(name)
+        if run is None:
+            return
+        hello = self.joiners[name].begin(run.token)
+        reply = foreign_reply(self.mallory, wire.token_id(run.token))
+        self.take(name, run, reply)
+        if guesses:
+            assert not self.take(name, run, self.guess(Kind.RESULT, hello, reply))
 
-    @rule(
-        target=frames, kind=st.sampled_from([Kind.PROOF, Kind.RESULT]), hello=frames, reply=frames
-    )
-    def make_proof(self, kind: Kind, hello: bytes, reply: bytes) -> object:
-        """A proof or result over overheard frames with a guessed token."""
-        try:
-            return wire.make_proof(
-                kind,
-                self.mallory.keyring.identity,
-                b"guessed guessed!",
-                wire.parse_hello(hello, Kind.HELLO),
-                wire.parse_hello(reply, Kind.REPLY),
-                own_card=self.mallory.card,
-            )
-        except Refusal:
-            return multiple()
+    @rule(back=backs, tries=st.sampled_from((1, BAD_PROOFS_MAX - 1, BAD_PROOFS_MAX)))
+    def wear_out(self, back: int, tries: int) -> None:
+        proofs = [data for data in self.frames if frame.parse(data).kind is Kind.PROOF]
+        if proofs:
+            for _ in range(tries):
+                assert not self.deliver(crooked(proofs[-1 - back % len(proofs)]), twisted=True)
 
-    @rule(target=frames, data=frames)
-    def sign_anew(self, data: bytes) -> bytes:
-        """The fields and tail of an overheard frame as Mallory's own."""
-        parsed = frame.parse(data)
-        return frame.sign(parsed.kind, self.mallory.keyring.identity, parsed.fields, parsed.tail)
+    def guess(self, kind: Kind, hello: bytes, reply: bytes) -> bytes:
+        return wire.make_proof(
+            kind,
+            self.mallory.keyring.identity,
+            b"guessed guessed!",
+            wire.parse_hello(hello, Kind.HELLO),
+            wire.parse_hello(reply, Kind.REPLY),
+            own_card=self.mallory.card,
+        )
 
     # What must hold
 
     @invariant()
     def nothing_is_wrong(self) -> None:
-        assert all(count == 1 for count in self.made.values())
-        spent = {row.token_id for row in JOINED.find(self.desk.connection)}
-        assert spent <= set(self.made)
-        assert len(self.desk.peers("")) == len(self.made)
+        assert {row.token_id for row in JOINED.find(self.desk.connection)} <= set(self.spent)
+        assert len(self.desk.peers("")) == len(self.spent)
         known = {side.identity for side in self.joiners.values()}
         assert {peer.identity for peer in self.desk.peers("")} <= known
         for peer in self.desk.peers(""):
@@ -245,34 +285,73 @@ class Pairing(RuleBasedStateMachine):
 
     # How frames go
 
-    def deliver(self, data: bytes, *, fails: bool = False) -> bytes:
+    def deliver(self, data: bytes, *, fails: bool = False, twisted: bool = False) -> bytes:
         """The answer of the desk, empty for a refusal and for a commit that failed."""
-        before = len(self.desk.peers(""))
+        parsed = frame.parse(data)
+        if not twisted:
+            self.keep(data)
+        before = self.desk.peers("")
+        may_answer = self.may_answer(parsed)
         try:
             answer = self.desk.answer(data, fails=fails)
         except (Refusal, CommitFailed):
-            assert len(self.desk.peers("")) == before
-            return b""
-        finally:
-            events = self.desk.tokens.take_events()
-        grown = len(self.desk.peers("")) - before
-        assert grown == sum(event.kind is EventKind.PAIRED for event in events)
-        if grown:
-            named = frame.parse(data).fields[:8]
-            self.made[named] = self.made.get(named, 0) + grown
-        self.note(answer)
+            assert self.desk.peers("") == before
+            answer = b""
+        assert may_answer or not answer
+        events = self.desk.tokens.take_events()
+        named = parsed.fields[:8]
+        self.bad_proofs[named] += sum(event.kind is EventKind.BAD_PROOF for event in events)
+        if parsed.kind is Kind.PROOF and answer:
+            known = self.spent.get(named)
+            assert known is None or known.result == answer
+            assert (known is None) == any(event.kind is EventKind.PAIRED for event in events)
+            if known is None:
+                peer = self.desk.peers("")[-1]
+                assert peer.identity == parsed.signer
+                self.spent[named] = Spent(parsed.signer, self.desk.age_ms, peer.id or 0, answer)
+        elif not answer:
+            assert self.desk.peers("") == before
+        if answer:
+            self.keep(answer)
+            self.note(answer)
         return answer
+
+    def may_answer(self, parsed: frame.Frame) -> bool:
+        """Whether a frame may be answered, if all else in it is good."""
+        named = parsed.fields[:8]
+        spent = self.spent.get(named)
+        if spent is not None:
+            live = {peer.id for peer in self.desk.peers()}
+            return (
+                parsed.signer == spent.identity
+                and self.desk.age_ms - spent.age_ms < REPEAT_MS
+                and (parsed.kind is Kind.HELLO or spent.peer in live)
+            )
+        since_ms = self.open_since_ms.get(named)
+        return (
+            since_ms is not None
+            and self.desk.age_ms - since_ms < TOKEN_MS
+            and self.bad_proofs[named] < BAD_PROOFS_MAX
+        )
+
+    def keep(self, data: bytes) -> None:
+        """What the one in the middle has seen."""
+        if data not in self.frames:
+            self.frames.append(data)
 
     def next_frame(self, name: str, run: Run) -> bytes:
         side = self.joiners[name]
+        self.busy.add(name)
         hello = side.begin(run.token)
         self.note(hello)
-        return side.write(lambda each: joining.pending_proof(each, run.token)) or hello
+        data = side.write(lambda each: joining.pending_proof(each, run.token)) or hello
+        self.keep(data)
+        return data
 
     def take(self, name: str, run: Run, answer: bytes, *, fails: bool = False) -> bool:
         """Whether the joiner is paired by this answer, which may be anything."""
         side = self.joiners[name]
-        side.begin(run.token)
+        self.note(side.begin(run.token))
         before = side.peers("")
         is_result = frame.parse(answer).kind is Kind.RESULT
         try:
@@ -283,7 +362,9 @@ class Pairing(RuleBasedStateMachine):
         except (Refusal, CommitFailed):
             assert side.peers("") == before
             return False
+        assert answer in [each.result for each in self.spent.values()]
         del self.runs[name]
+        self.busy.discard(name)
         return True
 
     def note(self, data: bytes) -> None:
@@ -298,50 +379,46 @@ class Pairing(RuleBasedStateMachine):
     def pair_in_peace(self, name: str) -> None:
         run = self.runs.get(name)
         if run is not None:
-            must = self.must_pair(name, run)
-            assert self.drive(name, run) or not must
+            self.drive(name, run)
         if name not in self.runs and self.is_paired(name):
             return
-        token = self.desk.offer()
-        self.joiners[name].begin(token)
-        self.runs[name] = Run(token)
+        self.offer()
+        self.runs[name] = Run(self.tokens[-1])
         assert self.drive(name, self.runs[name])
         assert self.is_paired(name)
 
     def must_pair(self, name: str, run: Run) -> bool:
         """Whether this token is open yet, or was spent by this joiner for a pairing that stands."""
         desk, named = self.desk, wire.token_id(run.token)
-        joined = JOINED.get(desk.connection, named)
-        if joined is None:
-            offer = desk.tokens._offers.get(named)
-            return (
-                offer is not None
-                and desk.age_ms - offer.age_ms < TOKEN_MS
-                and offer.bad_proofs < BAD_PROOFS_MAX - 1
-            )
+        joined, spent = JOINED.get(desk.connection, named), self.spent.get(named)
         hello = self.joiners[name].begin(run.token)
-        live = {desk.shows(peer) for peer in desk.peers()}
+        if joined is None or spent is None:
+            # Its own proof for another's reply may be one of the bad ones.
+            since_ms = self.open_since_ms.get(named, -TOKEN_MS)
+            is_open = desk.age_ms - since_ms < TOKEN_MS
+            return not spent and is_open and self.bad_proofs[named] < BAD_PROOFS_MAX - 1
         return (
             joined.hello == frame.parse(hello).digest
-            and desk.age_ms - joined.age_ms < REPEAT_MS
-            and wire.parse_hello(joined.reply, Kind.REPLY).pair in live
+            and desk.age_ms - spent.age_ms < REPEAT_MS
+            and spent.peer in {peer.id for peer in desk.peers()}
         )
 
     def drive(self, name: str, run: Run) -> bool:
-        """The steps of `join` over a network without faults; whether it pairs."""
+        """The steps of `join` over a network without faults; whether it pairs, and it must."""
+        must = self.must_pair(name, run)
         for _ in range(2):
-            data = self.next_frame(name, run)
-            answer = self.deliver(data)
+            answer = self.deliver(self.next_frame(name, run))
             if not answer:
                 # Refused: another reply may be there by now.
                 answer = self.deliver(self.joiners[name].begin(run.token))
             if not answer:
-                return False
+                break
             if self.take(name, run, answer):
                 return True
             answer = self.deliver(self.next_frame(name, run))
             if answer and self.take(name, run, answer):
                 return True
+        assert not must
         return False
 
     def is_paired(self, name: str) -> bool:
