@@ -12,7 +12,7 @@ from agentmbx_node.errors import OperatingError
 from agentmbx_node.hops.http import FarEnd, HopRefused, exchange, post_frames
 from agentmbx_protocol import bodies, custody, limits
 from agentmbx_protocol.envelope import Envelope
-from agentmbx_protocol.errors import ProtocolError
+from agentmbx_protocol.errors import ProtocolError, TooLarge
 from agentmbx_protocol.keys import SigningKey, check_signing_public, key_from_text
 from agentmbx_protocol.queue_commands import QueueState, parse_queue_state
 
@@ -121,7 +121,14 @@ class RelayHop:
         answer = await post_frames(self._session, self._url + path, body, RELAY, patience_s)
         if answer.is_ok:
             return answer.body
-        refusal, proof = answer.read_refusal(RELAY)
+        try:
+            refusal, proof = answer.read_refusal(RELAY)
+        except OperatingError as error:
+            if answer.status == TooLarge.status:
+                # A proxy takes less than the relay behind it: one letter may be at fault (O1).
+                text = "Something before the relay takes no request so large."
+                raise HopRefused(TooLarge(text)) from error
+            raise
         raise HopRefused(refusal, self._state(proof) if proof else None)
 
     def _state(self, data: bytes) -> QueueState:
