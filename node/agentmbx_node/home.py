@@ -54,12 +54,13 @@ def socket_path(home: AnyPath) -> str:
     In the folder, or in the user's runtime folder where that path would be too long for a socket.
     """
     path = os.path.join(os.path.abspath(home), SOCKET_NAME)
-    if len(os.fsencode(path)) <= SOCKET_PATH_BYTES_MAX:
+    if _fits(path):
         return path
     import hashlib  # noqa: PLC0415 - seldom needed
 
     name = hashlib.sha256(os.fsencode(os.path.realpath(home))).hexdigest()[:_HASH_CHARACTERS]
-    return os.path.join(_runtime_folder(), f"{name}.sock")
+    paths = [os.path.join(folder, f"{name}.sock") for folder in _runtime_folders()]
+    return next((each for each in paths if _fits(each)), paths[-1])
 
 
 def make_private_folder(folder: AnyPath) -> None:
@@ -193,16 +194,22 @@ def _user_data() -> str:
     return os.path.join(given if os.path.isabs(given) else "~/.local/share", "agentmbx")
 
 
-def _runtime_folder() -> str:
+def _fits(path: str) -> bool:
+    return len(os.fsencode(path)) <= SOCKET_PATH_BYTES_MAX
+
+
+def _runtime_folders() -> list[str]:
     # The caller may run where the variable is not set, as from cron, so the usual place is tried.
-    given = os.environ.get("XDG_RUNTIME_DIR", "")
-    usual = f"/run/user/{os.geteuid()}"
-    for folder in (given, usual):
-        if os.path.isabs(folder) and os.path.isdir(folder):
-            return os.path.join(folder, "agentmbx")
     import tempfile  # noqa: PLC0415 - seldom needed
 
-    return os.path.join(tempfile.gettempdir(), f"agentmbx-{os.geteuid()}")
+    given, usual = os.environ.get("XDG_RUNTIME_DIR", ""), f"/run/user/{os.geteuid()}"
+    found = [
+        os.path.join(folder, "agentmbx")
+        for folder in (given, usual)
+        if os.path.isabs(folder) and os.path.isdir(folder)
+    ]
+    ours = f"agentmbx-{os.geteuid()}"
+    return [*found, os.path.join(tempfile.gettempdir(), ours), os.path.join("/tmp", ours)]  # noqa: S108 - a private folder is made there
 
 
 def _make_missing(path: str) -> None:

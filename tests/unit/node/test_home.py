@@ -64,20 +64,25 @@ def test_mbx_home_is_the_folder_else_that_of_the_user(monkeypatch: pytest.Monkey
 
 
 def test_the_socket_is_in_the_folder_or_by_its_hash_where_that_is_too_long(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path))
+    short = Path(tempfile.mkdtemp(prefix="mbx", dir="/tmp"))
+    request.addfinalizer(short.rmdir)
+    monkeypatch.setenv("XDG_RUNTIME_DIR", str(short))
     room = home.SOCKET_PATH_BYTES_MAX - len("//control.sock")
     assert socket_path("/" + "x" * room) == f"/{'x' * room}/control.sock"
     first, second = (socket_path("/" + letter * (room + 1)) for letter in "xy")
     assert first != second
     for path in (first, second):
-        assert Path(path).parent == tmp_path / "agentmbx"
+        assert Path(path).parent == short / "agentmbx"
     assert len(os.fsencode(socket_path("/" + "\u00fc" * 90))) <= home.SOCKET_PATH_BYTES_MAX
-    monkeypatch.setenv("XDG_RUNTIME_DIR", str(tmp_path / "none"))
-    monkeypatch.setattr(tempfile, "gettempdir", lambda: "/tmp")
-    if not Path(f"/run/user/{os.geteuid()}").is_dir():
-        assert Path(socket_path("/" + "x" * 200)).parent == Path(f"/tmp/agentmbx-{os.geteuid()}")
+    (tmp_path / ("y" * 100)).mkdir()
+    usual = Path(f"/run/user/{os.geteuid()}")
+    expected = usual / "agentmbx" if usual.is_dir() else Path(f"/tmp/agentmbx-{os.geteuid()}")
+    monkeypatch.setattr(tempfile, "gettempdir", lambda: "/" + "t" * 100)
+    for unfit in (tmp_path / "none", tmp_path / ("y" * 100)):
+        monkeypatch.setenv("XDG_RUNTIME_DIR", str(unfit))
+        assert Path(socket_path("/" + "x" * 200)).parent == expected
 
 
 @pytest.mark.usefixtures("umask")
