@@ -2,6 +2,7 @@
 
 import sqlite3
 from collections.abc import AsyncGenerator, Callable, Mapping
+from contextlib import aclosing
 from importlib import metadata
 from pathlib import Path
 from typing import Any, Final
@@ -66,8 +67,9 @@ class Requests:
                 "Is it of another version? `agentmbx down`, then `agentmbx up --detach`.",
                 2,
             )
-        async for step in does(request):
-            yield step
+        async with aclosing(does(request)) as steps:
+            async for step in steps:
+                yield step
 
     async def answer_pair(self, body: bytes, address: str) -> bytes:
         """What a joiner at that IP is answered; raises a `Refusal`."""
