@@ -7,7 +7,7 @@ _QUICK = ("inbox", "status")
 
 
 def main() -> None:
-    """Run the command line; ends the process with the exit code of interfaces in docs/cli.md."""
+    """Run the command line; ends the process with the exit code that README.md lists."""
     if sys.argv[1:] == ["--version"]:
         from importlib import metadata  # noqa: PLC0415 - start-up time is a feature
 
