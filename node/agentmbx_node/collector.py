@@ -41,6 +41,10 @@ PAUSE_MS_MIN: Final = 1000
 PAUSE_MS_MAX: Final = 900 * 1000
 DISK_PAUSE_MS: Final = 30 * 1000
 NOTE_MS: Final = 60 * 1000
+# An answer that brings nothing comes no sooner, if the relay waits as it was asked to.
+QUICK_MS: Final = 1000
+QUICK_STEPS_MAX: Final = 4
+QUICK_PAUSE_MS_MAX: Final = 5000
 SUPERSEDED: Final = "Another copy of this machine commands this queue, so this one stopped."
 
 log = structlog.get_logger("agentmbx.node")
@@ -70,6 +74,8 @@ class Collector:
         self._counter = 0
         self._noted_ms = 0
         self._failures = 0
+        self._quick_steps = 0
+        self._brought = False
         self.alarm = Alarm()
 
     async def run(self) -> None:
@@ -78,9 +84,26 @@ class Collector:
             row = await self._database.read(lambda connection: QUEUE.get(connection, self._queue))
             if row is None or row.state == "retired" or row.error == SUPERSEDED:
                 return
-            pause_ms = await self._step(row)
+            began_ms = self._clock.now().age_ms
+            self._brought = False
+            try:
+                pause_ms = await self._step(row) or self._pace(began_ms)
+            except StoreFailed as error:
+                # What is not acked comes again (N4); a full disk takes nothing until there is room.
+                log.error("collect_failed", reason=str(error))
+                pause_ms = DISK_PAUSE_MS
             if pause_ms:
                 await self.alarm.wait(pause_ms)
+
+    def _pace(self, began_ms: int) -> int:
+        """How long to pause after answers that came at once and brought nothing.
+
+        An honest relay makes few of them in a row: a register, acks, its word about a counter.
+        """
+        is_quick = self._clock.now().age_ms - began_ms < QUICK_MS and not self._brought
+        self._quick_steps = self._quick_steps + 1 if is_quick else 0
+        over = self._quick_steps - QUICK_STEPS_MAX
+        return min(PAUSE_MS_MIN << min(over, 10), QUICK_PAUSE_MS_MAX) if over > 0 else 0
 
     async def _step(self, row: QueueRow) -> int:
         """One command to the relay; how long to pause after it."""
@@ -96,10 +119,6 @@ class Collector:
                     return pause_ms
         except HopRefused as refused:
             return await self._heed(refused, row)
-        except StoreFailed as error:
-            # What is not acked comes again (N4); a full disk takes nothing until there is room.
-            log.error("collect_failed", reason=str(error))
-            return DISK_PAUSE_MS
         except OperatingError as error:
             return await self._fail(row, str(error))
         self._failures = 0
@@ -117,6 +136,7 @@ class Collector:
             senders=tuple(senders),
         )
         state = await hop.register(make_register(key, command), row.proof or None)
+        _check_queue(state, key)
 
         def work(connection: sqlite3.Connection) -> None:
             kept = _row(connection, self._queue)
@@ -150,7 +170,10 @@ class Collector:
         )
         collected = await self._unless_rung(hop.collect(make_collect(key, command), wait_s), wait_s)
         if collected is None:
+            self._brought = True
             return 0
+        if collected.state is not None:
+            _check_queue(collected.state, key)
         self._acks = rest
         await self._note_contact(row, collected.state)
         if collected.envelopes:
@@ -183,8 +206,13 @@ class Collector:
             try:
                 parcels.append(parse_envelope(data))
             except Refusal:
-                log.warning("relay_handed_out_no_envelope")
+                continue
+        if not parcels:
+            raise OperatingError("What the relay hands out is no mail.", retry=True)
+        if len(parcels) < len(envelopes):
+            log.warning("relay_handed_out_no_envelope", count=len(envelopes) - len(parcels))
         receipts = await self._arrivals.take(parcels, "relay")
+        self._brought = any(receipt.is_new for receipt in receipts)
         for parcel, receipt in zip(parcels, receipts, strict=True):
             # What nobody known signed is acked too, so that it blocks nothing (O4).
             if receipt.fate is Fate.UNKNOWN:
@@ -207,10 +235,13 @@ class Collector:
         refusal, state = refused.refusal, refused.state
         if state is not None and state.queue != self._keyring.queue_key(row.salt).public:
             state = None
-        if isinstance(refusal, Stale) and state is not None and state.flag is Flag.STALE:
+        # A word that was said for another reason is no proof, though the relay signed it.
+        flag = state.flag if state is not None else None
+        is_stale = isinstance(refusal, Stale) and flag is Flag.STALE
+        if is_stale and state is not None and state.counter < limits.COUNTER_MAX:
             self._counter = max(self._counter, state.counter)
             return PAUSE_MS_MIN if self._failures else 0
-        if isinstance(refusal, Superseded) and state is not None:
+        if isinstance(refusal, Superseded) and state is not None and flag is Flag.SUPERSEDED:
             if state.counter < row.answered or state.instance == row.instance:
                 # The relay was restored from a backup, or the answer is an old one.
                 await self._save(has_takeover=True, senders_digest=b"", answered=state.counter)
@@ -218,7 +249,7 @@ class Collector:
             await self._save(error=SUPERSEDED)
             self._changed()
             return PAUSE_MS_MIN
-        if isinstance(refusal, Retired) and state is not None:
+        if isinstance(refusal, Retired) and flag is Flag.RETIRED:
             await self._save(state="retired", error=refusal.detail)
             self._changed()
             return PAUSE_MS_MIN
@@ -263,6 +294,11 @@ class Collector:
             QUEUE.save(connection, row)
 
         await self._database.write(work)
+
+
+def _check_queue(state: QueueState, key: SigningKey) -> None:
+    if state.queue != key.public:
+        raise OperatingError("The relay speaks of another queue.", retry=True)
 
 
 def _senders(connection: sqlite3.Connection) -> list[bytes]:
