@@ -3,6 +3,7 @@
 Everything here runs inside one commit; only after it may `stored` be signed or an envelope acked.
 """
 
+import hashlib
 import sqlite3
 from collections.abc import Sequence
 from enum import Enum
@@ -10,7 +11,7 @@ from typing import Final
 
 import msgspec
 
-from agentmbx_node import ranges, reports
+from agentmbx_node import outbox, ranges, reports
 from agentmbx_node.clock import Now
 from agentmbx_node.keyring import Keyring
 from agentmbx_node.outbox import letter_id
@@ -21,7 +22,6 @@ from agentmbx_protocol.errors import CannotOpen, ProtocolError, Refusal
 from agentmbx_protocol.letter import STATE, Opened, open_letter
 from agentmbx_protocol.state import parse_state
 
-TELL_MS: Final = 3600 * 1000
 LEAVE_ANSWER_MS: Final = 3600 * 1000
 UNOPENED_MAX: Final = 32
 REFUSED_MAX: Final = 256
@@ -32,7 +32,7 @@ class Fate(Enum):
 
     STORED = "stored"  # the letter is in the store, now or since before
     DONE = "done"  # nothing more will come of these bytes; a relay may drop them
-    UNKNOWN = "unknown"  # nobody known signs so
+    UNKNOWN = "unknown"  # nobody known signs so, or the pairing is over
 
 
 class Receipt(msgspec.Struct, frozen=True):
@@ -80,15 +80,20 @@ def _open(
 ) -> Receipt:
     try:
         parcel.frame.verify()
+    except Refusal:
+        # Anybody can write a key into a frame, and learns nothing of whose it is (rule 8).
+        _count_unopened(peer, parcel.digest, now)
+        return Receipt(Fate.UNKNOWN, peer.id or 0)
+    try:
         own = keyring.pair_key(peer.salt).public
         opened = open_letter(parcel, keyring.sealing, receiver=own)
-    except (CannotOpen, Refusal):
+    except CannotOpen:
         _count_unopened(peer, parcel.digest, now)
         return Receipt(Fate.DONE, peer.id or 0)
     _hear_from(peer, now, way)
+    _learn_card(connection, peer, opened.card, now)
     if peer.state != "paired":
         return _answer_with_bye(peer, opened, now)
-    _learn_card(peer, opened.card, now)
     return _take(connection, machine, peer, opened, now, way)
 
 
@@ -114,17 +119,19 @@ def _take(
         peer.is_due = peer.has_news = True
     if ranges.is_stored(connection, number, letter.stream, letter.number):
         if _known_digest(connection, number, letter.stream, letter.number) == opened.digest:
+            _list_digest(connection, number, opened, now)
             return Receipt(Fate.STORED, number)
         _refuse_number(connection, peer, opened, now)
         return Receipt(Fate.DONE, number)
     ranges.add(connection, number, letter.stream, letter.number)
-    connection.execute(
-        "INSERT INTO stored_digest (peer, stream, number, digest) VALUES (?, ?, ?, ?)",
-        (number, letter.stream, letter.number, opened.digest),
-    )
+    _list_digest(connection, number, opened, now)
     there_ms = now.wall_ms + peer.clock_ahead_ms
+    mail_id = letter_id(opened.digest)
+    if MAIL.get(connection, mail_id) is not None:
+        # Another peer, or one paired anew, sends bytes that are here already.
+        mail_id = letter_id(hashlib.sha256(opened.digest + number.to_bytes(8, "big")).digest())
     mail = Mail(
-        id=letter_id(opened.digest),
+        id=mail_id,
         peer=number,
         stream=letter.stream,
         number=letter.number,
@@ -149,19 +156,20 @@ def _hear_from(peer: Peer, now: Now, way: str) -> None:
 def _answer_with_bye(peer: Peer, opened: Opened, now: Now) -> Receipt:
     # The peer may not know yet that the pairing is over; a state letter that does not ask is not
     # answered, else two machines would say bye for ever (rule 9).
-    asks = opened.letter.content_type != STATE
-    if not asks:
+    fate, asks = Fate.UNKNOWN, True
+    if opened.letter.content_type == STATE:
         try:
             asks = parse_state(opened.letter.content).ask
         except ProtocolError:
             asks = False
+        fate = Fate.STORED
     if asks:
         peer.state, peer.is_due = "leaving", True
         peer.leave_age_ms = max(peer.leave_age_ms, now.age_ms + LEAVE_ANSWER_MS)
-    return Receipt(Fate.DONE, peer.id or 0)
+    return Receipt(fate, peer.id or 0)
 
 
-def _learn_card(peer: Peer, data: bytes, now: Now) -> None:
+def _learn_card(connection: sqlite3.Connection, peer: Peer, data: bytes, now: Now) -> None:
     if not data or data == peer.card:
         return
     try:
@@ -174,7 +182,8 @@ def _learn_card(peer: Peer, data: bytes, now: Now) -> None:
         peer.card, peer.card_sequence, peer.sealing = data, card.sequence, card.sealing
         peer.is_due = peer.has_news = True
         peer.direct_retry_age_ms = 0
-    elif now.age_ms - peer.unopened_age_ms >= TELL_MS:
+        outbox.bring_forward(connection, peer, card.routes[0].queue if card.routes else b"", now)
+    elif now.age_ms - peer.unopened_age_ms >= reports.TELL_MS:
         # An older copy of the peer speaks: tell it which card is known here.
         peer.unopened_age_ms = now.age_ms
         peer.is_due = peer.has_news = True
@@ -186,9 +195,25 @@ def _count_unopened(peer: Peer, digest: bytes, now: Now) -> None:
     # It may lack this machine's card: it gets it again with the next state letter.
     peer.confirmed_card = 0
     peer.has_news = True
-    if not peer.unopened_age_ms or now.age_ms - peer.unopened_age_ms >= TELL_MS:
+    if not peer.unopened_age_ms or now.age_ms - peer.unopened_age_ms >= reports.TELL_MS:
         peer.unopened_age_ms = now.age_ms
         peer.is_due = True
+
+
+def _list_digest(connection: sqlite3.Connection, peer: int, opened: Opened, now: Now) -> None:
+    """Let state letters name the letter, until its sender knows that it is here."""
+    letter = opened.letter
+    row = connection.execute(
+        "SELECT confirmed FROM sent_stream WHERE peer = ? AND stream = ?", (peer, letter.stream)
+    ).fetchone()
+    # The sender had ended it before, and is to be corrected.
+    is_late = row is not None and row[0] >= letter.number
+    kept_until_ms = now.age_ms + reports.KEPT_MS if is_late else 0
+    connection.execute(
+        "INSERT OR REPLACE INTO stored_digest (peer, stream, number, digest, kept_until_age_ms)"
+        " VALUES (?, ?, ?, ?, ?)",
+        (peer, letter.stream, letter.number, opened.digest, kept_until_ms),
+    )
 
 
 def _known_digest(

@@ -142,6 +142,7 @@ def move(
         row.is_void = True
     if row.state != "held":
         row.envelope = row.envelope_digest = row.queue = b""
+        row.deposits = row.held_age_ms = row.ask_sequence = 0
     LETTER.save(connection, row)
     if row.state != was or detail:
         _note(connection, row, now, detail)
@@ -165,7 +166,7 @@ def cancel(connection: sqlite3.Connection, row: LetterRow, now: Now) -> bool:
     may_arrive = row.was_tried
     detail = "it may still arrive" if may_arrive else "it never left this machine"
     move(connection, row, Move.CANCEL, now, detail)
-    _tell_peer(connection, row.peer)
+    tell_peer(connection, row.peer)
     return may_arrive
 
 
@@ -176,6 +177,15 @@ def retry(connection: sqlite3.Connection, peer: Peer, now: Now) -> None:
     connection.execute(
         "UPDATE letter SET next_age_ms = ? WHERE peer = ? AND state IN ('queued', 'held')",
         (now.age_ms, peer.id),
+    )
+
+
+def bring_forward(connection: sqlite3.Connection, peer: Peer, queue: bytes, now: Now) -> None:
+    """The peer has a new card: try at once what waits, and what is held for another queue."""
+    connection.execute(
+        "UPDATE letter SET next_age_ms = ?1 WHERE peer = ?2 AND next_age_ms > ?1"
+        " AND (state = 'queued' OR state = 'held' AND queue != ?3)",
+        (now.age_ms, peer.id, queue),
     )
 
 
@@ -201,12 +211,13 @@ def number_anew(
     row.data = encode_letter(letter)
     row.digest = letter_digest(row.data)
     row.stream, row.number = letter.stream, letter.number
-    row.next_age_ms, row.ask_sequence = now.age_ms, 0
+    row.next_age_ms = now.age_ms
     connection.execute("UPDATE letter SET data = ? WHERE id = ?", (row.data, row.id))
     move(connection, row, Move.RESEAL, now, "its number was taken, so it goes with a new one")
 
 
-def _tell_peer(connection: sqlite3.Connection, number: int) -> None:
+def tell_peer(connection: sqlite3.Connection, number: int) -> None:
+    """Let the peer hear soon which numbers ended without it."""
     connection.execute(
         "UPDATE peer SET is_due = 1, has_news = 1, void_tries = 0 WHERE id = ?", (number,)
     )

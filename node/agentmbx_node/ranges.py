@@ -2,6 +2,8 @@
 
 import sqlite3
 
+from agentmbx_protocol import limits
+
 
 def is_stored(connection: sqlite3.Connection, peer: int, stream: bytes, number: int) -> bool:
     """Whether a letter of that number was stored from the peer, ever."""
@@ -21,7 +23,7 @@ def add(connection: sqlite3.Connection, peer: int, stream: bytes, number: int) -
     ).fetchone()
     above = connection.execute(
         "SELECT first, last FROM stored_range WHERE peer = ? AND stream = ? AND first = ?",
-        (peer, stream, number + 1),
+        (peer, stream, min(number + 1, limits.COUNTER_MAX)),
     ).fetchone()
     for row in (below, above):
         if row is not None:

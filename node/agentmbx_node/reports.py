@@ -29,12 +29,21 @@ from agentmbx_protocol.state import (
 NEWS_S: Final = 72 * 3600
 REPEAT_S: Final = 3600
 KEPT_MS: Final = 90 * 24 * 3600 * 1000
+TELL_MS: Final = 3600 * 1000
+# No honest machine gets so far; a higher word of a peer would leave no room to go on from.
+BELIEVED_MAX: Final = 2**62
 
 _void_decoder = msgspec.msgpack.Decoder(tuple[VoidStream, ...])
 
 
 def make(
-    connection: sqlite3.Connection, machine: Machine, peer: Peer, now: Now, *, ask: bool
+    connection: sqlite3.Connection,
+    machine: Machine,
+    peer: Peer,
+    now: Now,
+    *,
+    ask: bool,
+    has_news: bool = False,
 ) -> bytes:
     """The bytes of a new state letter to the peer, whose row is changed but not written here.
 
@@ -63,7 +72,7 @@ def make(
         stream=peer.stream,
         number=0,
         sent_ms=max(now.wall_ms, 0),
-        lifetime_s=NEWS_S if peer.has_news else REPEAT_S,
+        lifetime_s=NEWS_S if has_news else REPEAT_S,
         content_type=STATE,
         content=make_state(state),
     )
@@ -75,10 +84,12 @@ def take(
 ) -> None:
     """Hear a state letter of the peer's, whose row is changed but not written here.
 
-    An older one than was heard before is ignored. If it shows that the peer knows a newer card of
-    this machine than there is here, the machine's card is dropped, for a newer one to be made.
+    Of an older one than was heard before only this counts: that the peer has seen more of this
+    machine than there is here.
     """
+    _find_own_age(connection, machine, peer, state)
     if state.order <= (peer.seen_card, peer.seen_sequence):
+        _answer_old(peer, state, now)
         return
     peer.seen_card, peer.seen_sequence = state.order
     peer.is_unanswered, peer.void_tries = False, 0
@@ -86,7 +97,7 @@ def take(
     if state.bye:
         leave(connection, peer, now, Move.GIVE_UP, "the peer ended the pairing")
         return
-    _hear_of_card(connection, machine, peer, state)
+    _hear_of_card(peer, state)
     if state.ask:
         peer.is_due, peer.ask_seen = True, state.sequence
     if state.void:
@@ -101,7 +112,12 @@ def take(
             )
     for sent in state.sent:
         connection.execute(
-            "DELETE FROM stored_digest WHERE peer = ? AND stream = ? AND number <= ?",
+            "DELETE FROM stored_digest WHERE peer = ? AND stream = ? AND number <= ?"
+            " AND kept_until_age_ms <= ?",
+            (peer.id, sent.stream, sent.confirmed, now.age_ms),
+        )
+        connection.execute(
+            "INSERT OR REPLACE INTO sent_stream (peer, stream, confirmed) VALUES (?, ?, ?)",
             (peer.id, sent.stream, sent.confirmed),
         )
     _confirm(connection, peer, state, now)
@@ -115,30 +131,54 @@ def leave(connection: sqlite3.Connection, peer: Peer, now: Now, what: Move, deta
     peer.leave_age_ms = now.age_ms + KEPT_MS
 
 
-def _hear_of_card(
+def _find_own_age(
     connection: sqlite3.Connection, machine: Machine, peer: Peer, state: State
 ) -> None:
+    """Catch up when this store is older than the peer's view of it, or two copies live.
+
+    A new card is made where the old one was dropped, and new letters go in a new stream, since
+    the peer may have other letters under the numbers that come next (SPEC section 5.4).
+    """
     known = state.peer_cards[0] if state.peer_cards else PeerCard(1, bytes(32))
-    same = known.digest == hashlib.sha256(machine.card).digest()
-    if known.sequence > machine.card_sequence or (
+    same = not machine.card or known.digest == hashlib.sha256(machine.card).digest()
+    if machine.card_sequence < known.sequence < BELIEVED_MAX or (
         known.sequence == machine.card_sequence and not same
     ):
-        # This store is older than what the peer has seen, or two copies live (SPEC section 5.4).
         machine.card_sequence, machine.card = known.sequence, b""
         MACHINE.save(connection, machine)
         peer.is_due = peer.has_news = True
-    elif known.sequence < peer.confirmed_card:
-        peer.confirmed_card = known.sequence
+    is_older = any(
+        stored.stream == peer.stream and stored.ranges[-1].last > peer.last_number
+        for stored in state.streams
+    )
+    if peer.state_sequence < state.ask_seen < BELIEVED_MAX:
+        peer.state_sequence = state.ask_seen
+        peer.is_due = peer.has_news = is_older = True
+    if is_older:
+        peer.stream, peer.last_number = secrets.token_bytes(limits.STREAM_BYTES), 0
+
+
+def _answer_old(peer: Peer, state: State, now: Now) -> None:
+    # Late, or of a machine whose store is an older copy: then `ask_seen` shows it that, since it is
+    # the highest sequence that was seen, asking or not, when another one came after it.
+    if state.card_sequence == peer.seen_card:
+        peer.ask_seen = max(peer.ask_seen, peer.seen_sequence)
+    if now.age_ms - peer.unopened_age_ms >= TELL_MS:
+        peer.unopened_age_ms = now.age_ms
+        peer.is_due = peer.has_news = True
+
+
+def _hear_of_card(peer: Peer, state: State) -> None:
+    known = state.peer_cards[0].sequence if state.peer_cards else 0
+    if known < peer.confirmed_card:
         peer.is_due = True
-    elif known.sequence > peer.confirmed_card:
-        peer.confirmed_card, peer.card_tries = known.sequence, 0
+    elif known > peer.confirmed_card:
+        peer.card_tries = 0
+    peer.confirmed_card = known
 
 
 def _confirm(connection: sqlite3.Connection, peer: Peer, state: State, now: Now) -> None:
     for stored in state.streams:
-        if stored.stream == peer.stream and stored.ranges[-1].last > peer.last_number:
-            # Numbers that this store never gave: it is older than itself once was (rule 6).
-            peer.stream, peer.last_number = secrets.token_bytes(limits.STREAM_BYTES), 0
         for each in stored.digests:
             for row in LETTER.find(
                 connection,
@@ -169,7 +209,7 @@ def _send_again(connection: sqlite3.Connection, peer: Peer, state: State, now: N
 
 
 def _reseal(connection: sqlite3.Connection, row: LetterRow, now: Now, detail: str) -> None:
-    row.next_age_ms, row.ask_sequence = now.age_ms, 0
+    row.next_age_ms = now.age_ms
     outbox.move(connection, row, Move.RESEAL, now, detail)
 
 

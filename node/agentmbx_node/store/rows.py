@@ -47,6 +47,7 @@ class Peer(msgspec.Struct):
     is_due: bool = False
     has_news: bool = False
     is_unanswered: bool = False
+    is_telling: bool = False
     state_age_ms: int = 0
     asked_age_ms: int = 0
     card_tries: int = 0
@@ -88,6 +89,7 @@ class LetterRow(msgspec.Struct):
     deposits: int = 0
     held_age_ms: int = 0
     ask_sequence: int = 0
+    direct_age_ms: int = 0
     rounds: int = 0
     retry_key: str | None = None
 

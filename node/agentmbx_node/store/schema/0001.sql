@@ -36,6 +36,7 @@ CREATE TABLE peer (
     is_due           INTEGER NOT NULL CHECK (is_due IN (0, 1)),   -- a state letter is to be sent
     has_news         INTEGER NOT NULL CHECK (has_news IN (0, 1)), -- and it says something new
     is_unanswered    INTEGER NOT NULL CHECK (is_unanswered IN (0, 1)),
+    is_telling       INTEGER NOT NULL CHECK (is_telling IN (0, 1)),  -- one is under way
     state_age_ms     INTEGER NOT NULL,        -- when the last one went out
     asked_age_ms     INTEGER NOT NULL,        -- when the last one that asked went out
     card_tries       INTEGER NOT NULL,        -- announcements of the card since it was confirmed
@@ -77,6 +78,7 @@ CREATE TABLE letter (
     deposits        INTEGER NOT NULL,         -- how often a relay held it
     held_age_ms     INTEGER NOT NULL,         -- when it was last held
     ask_sequence    INTEGER NOT NULL,         -- own ask that went out after it
+    direct_age_ms   INTEGER NOT NULL,         -- when the peer itself did not take it
     rounds          INTEGER NOT NULL,         -- whole rounds after the deadline
     retry_key       TEXT,                     -- the caller's, so that a repeat is the same letter
     UNIQUE (peer, stream, number)
@@ -110,7 +112,15 @@ CREATE TABLE stored_digest (                  -- of numbers that are not known t
     stream BLOB NOT NULL,
     number INTEGER NOT NULL,
     digest BLOB NOT NULL CHECK (length(digest) = 32),
+    kept_until_age_ms INTEGER NOT NULL,       -- listed till then, whatever the sender calls confirmed
     PRIMARY KEY (peer, stream, number)
+) STRICT, WITHOUT ROWID;
+
+CREATE TABLE sent_stream (                    -- what a peer said of its own streams
+    peer      INTEGER NOT NULL,
+    stream    BLOB NOT NULL,
+    confirmed INTEGER NOT NULL,               -- no number up to it waits for a confirmation there
+    PRIMARY KEY (peer, stream)
 ) STRICT, WITHOUT ROWID;
 
 CREATE TABLE refused_number (                 -- numbers that came again with other bytes
