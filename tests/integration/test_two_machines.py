@@ -1,76 +1,27 @@
 """Two machines and a relay, real processes: the ways of a letter, and what ends it."""
 
 import os
+import re
 import signal
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from agentmbx_node.errors import Failure
-from agentmbx_node.keyring import Keyring
-from agentmbx_node.machine import KEYRING_NAME
-from node_process import NodeProcess, pair, set_relay, wait_until_stored
+from node_process import pair, set_relay, wait_until_stored
 from relay_process import RelayProcess
-
-CANARY = "canary-of-the-text"
-
-
-class Scene:
-    """A relay, and two paired machines that both collect from it."""
-
-    def __init__(self, folder: Path) -> None:
-        self.relay = RelayProcess(folder / "relay").start()
-        self.laptop = NodeProcess(folder / "laptop", "canary-laptop").start()
-        self.server = NodeProcess(folder / "server", "canary-server").start()
-        pair(self.laptop, self.server)
-
-    def set_relays(self) -> None:
-        for node in (self.laptop, self.server):
-            set_relay(node, self.relay)
-
-    def send(self, subject: str, **more: object) -> dict[str, object]:
-        """One letter from the laptop to the server."""
-        return self.laptop.send("owner@canary-server", subject, **more)
-
-    def arrived(self) -> list[str]:
-        return [message["subject"] for message in self.server.messages()]
-
-    def end(self) -> None:
-        for process in (self.laptop, self.server, self.relay):
-            if process.running:
-                process.kill()
+from two_machines import TwoMachines, eventually
 
 
 @pytest.fixture
-def scene(tmp_path: Path) -> Iterator[Scene]:
-    made = Scene(tmp_path)
-    try:
+def scene(tmp_path: Path) -> Iterator[TwoMachines]:
+    with TwoMachines(tmp_path) as made:
         yield made
-    finally:
-        made.end()
 
 
-def eventually(holds: Callable[[], bool], patience_s: float = 30.0) -> None:
-    ends_s = time.monotonic() + patience_s
-    while not holds():
-        assert time.monotonic() < ends_s, "it did not happen in time"
-        time.sleep(0.05)
-
-
-def test_a_letter_goes_directly_and_is_stored_once(scene: Scene) -> None:
-    sent = scene.send("hello", body="text", wait="stored")
-    assert sent["state"] == "stored"
-    (message,) = scene.server.messages()
-    assert (message["from"], message["way"]) == ("owner@canary-laptop", "direct")
-    assert not message["read"], "listing marks nothing as read"
-    told = scene.server.ask({"do": "read", "id": message["id"]})["message"]
-    assert told["body"] == "text"
-    assert scene.server.messages()[0]["read"]
-
-
-def test_while_the_peer_is_down_a_letter_waits_at_its_relay(scene: Scene) -> None:
+def test_while_the_peer_is_down_a_letter_waits_at_its_relay(scene: TwoMachines) -> None:
     scene.set_relays()
     scene.server.stop()
     sent = scene.send("while you sleep", wait="held")
@@ -82,7 +33,7 @@ def test_while_the_peer_is_down_a_letter_waits_at_its_relay(scene: Scene) -> Non
     assert scene.arrived() == ["while you sleep"]
 
 
-def test_two_machines_that_listen_nowhere_meet_at_the_relay(scene: Scene) -> None:
+def test_two_machines_that_listen_nowhere_meet_at_the_relay(scene: TwoMachines) -> None:
     scene.set_relays()
     for node in (scene.laptop, scene.server):
         node.stop()
@@ -95,7 +46,7 @@ def test_two_machines_that_listen_nowhere_meet_at_the_relay(scene: Scene) -> Non
     assert letter["way"] == "relay"
 
 
-def test_without_a_relay_a_letter_waits_in_the_outbox_and_says_why(scene: Scene) -> None:
+def test_without_a_relay_a_letter_waits_in_the_outbox_and_says_why(scene: TwoMachines) -> None:
     scene.server.stop()
     scene.send("for later")
 
@@ -110,7 +61,7 @@ def test_without_a_relay_a_letter_waits_in_the_outbox_and_says_why(scene: Scene)
 
 
 def test_a_second_relay_set_empties_the_old_queue_then_retires_it(
-    scene: Scene, tmp_path: Path
+    scene: TwoMachines, tmp_path: Path
 ) -> None:
     scene.set_relays()
     scene.server.stop()
@@ -133,7 +84,7 @@ def test_a_second_relay_set_empties_the_old_queue_then_retires_it(
         eventually(lambda: "at the new relay" in scene.arrived())
 
 
-def test_a_refused_invite_changes_nothing(scene: Scene) -> None:
+def test_a_refused_invite_changes_nothing(scene: TwoMachines) -> None:
     scene.set_relays()
     url = scene.relay.url
     before = scene.server.ask({"do": "relay_status"})["relays"]
@@ -144,28 +95,28 @@ def test_a_refused_invite_changes_nothing(scene: Scene) -> None:
     assert [each["queue"] for each in after] == [each["queue"] for each in before]
 
 
-def test_unpairing_tells_the_peer_also_one_that_sleeps(scene: Scene) -> None:
+def test_unpairing_tells_the_peer_also_one_that_sleeps(scene: TwoMachines) -> None:
     scene.set_relays()
     scene.server.stop()
     waiting = scene.send("never mind", wait="held")
-    scene.laptop.ask({"do": "unpair", "peer": "canary-server"})
+    scene.laptop.ask({"do": "unpair", "peer": "server"})
     (letter,) = scene.laptop.ask({"do": "sent", "id": waiting["id"]})["letters"]
     assert letter["state"] == "cancelled"
     scene.server.start()
     eventually(lambda: scene.server.ask({"do": "peers"})["peers"] == [])
     with pytest.raises(Failure) as refused:
-        scene.server.send("owner@canary-laptop", "too late")
+        scene.server.send("owner@laptop", "too late")
     assert refused.value.code == "no_such_peer"
 
 
-def test_they_can_pair_anew_after_an_unpairing(scene: Scene) -> None:
-    scene.laptop.ask({"do": "unpair", "peer": "canary-server"})
+def test_they_can_pair_anew_after_an_unpairing(scene: TwoMachines) -> None:
+    scene.laptop.ask({"do": "unpair", "peer": "server"})
     eventually(lambda: scene.server.ask({"do": "peers"})["peers"] == [])
     pair(scene.server, scene.laptop)
     assert scene.send("again", wait="stored")["state"] == "stored"
 
 
-def test_a_cancel_says_whether_the_letter_may_still_arrive(scene: Scene) -> None:
+def test_a_cancel_says_whether_the_letter_may_still_arrive(scene: TwoMachines) -> None:
     scene.set_relays()
     scene.server.stop()
     tried = scene.send("tried", wait="held")
@@ -179,81 +130,62 @@ def test_a_cancel_says_whether_the_letter_may_still_arrive(scene: Scene) -> None
     eventually(lambda: scene.laptop.letters()[0]["state"] == "stored", patience_s=90)
 
 
-def test_the_same_key_twice_is_one_letter_and_with_another_text_a_conflict(scene: Scene) -> None:
-    first = scene.send("once", key="k", wait="stored")
-    second = scene.send("once", key="k", wait="stored")
-    assert first["id"] == second["id"]
-    with pytest.raises(Failure) as conflict:
-        scene.send("twice", key="k")
-    assert conflict.value.code == "key_conflict"
-    assert scene.arrived() == ["once"]
-
-
-def test_a_body_has_a_bound_and_reaches_it(scene: Scene) -> None:
-    largest = "é" * 131_072
-    assert scene.send("large", body=largest, wait="stored")["state"] == "stored"
-    (message,) = scene.server.messages()
-    assert scene.server.ask({"do": "read", "id": message["id"]})["message"]["body"] == largest
-    with pytest.raises(Failure) as refused:
-        scene.send("larger", body=largest + "e")
-    assert refused.value.exit_code == 2
-
-
-@pytest.mark.parametrize(
-    "subject", ["плюс", "日本語 👩‍👩‍👧", "a\u0301", "\u200fright to left", "tab\tinside"]
-)
-def test_any_text_arrives_as_it_was_written(scene: Scene, subject: str) -> None:
-    scene.send(subject, body=subject * 3, wait="stored")
-    assert scene.arrived() == [subject]
-
-
-def test_mail_to_this_machine_and_to_nobody_is_refused(scene: Scene) -> None:
-    for to in ("owner@canary-laptop", "owner@canary-servr", "owner", "@canary-server"):
-        with pytest.raises(Failure) as refused:
-            scene.laptop.send(to, "hello")
-        assert refused.value.exit_code in (2, 3)
-    assert scene.laptop.letters() == []
-
-
-def test_it_stops_in_time_while_it_collects(scene: Scene) -> None:
+def test_every_signal_stops_it_in_time_while_polls_and_callers_wait(scene: TwoMachines) -> None:
+    """Case S1."""
     scene.set_relays()
-    started = time.monotonic()
-    assert scene.server.stop() == 0
-    assert time.monotonic() - started < 8
+    for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+        caller = scene.server.stream({"do": "pair"})
+        next(caller)
+        started_s = time.monotonic()
+        os.kill(scene.server.pid, number)
+        assert scene.server.wait() == 0
+        assert time.monotonic() - started_s < 8
+        with pytest.raises(Failure) as told:
+            next(caller)
+        assert told.value.exit_code == 4
+        scene.server.start()
+        assert scene.send(f"after {number.name}", wait="stored")["state"] == "stored"
+    assert "Traceback" not in scene.server.log()
 
 
-def test_a_second_daemon_on_a_folder_is_refused(scene: Scene) -> None:
-    second = NodeProcess(scene.laptop.home, "canary-laptop")
-    with pytest.raises(RuntimeError, match="Another daemon"):
-        # It answers at the first one's socket, so the second ends by itself.
-        _start_alone(second)
-    assert scene.laptop.ask({"do": "status"})["name"] == "canary-laptop"
-
-
-def _start_alone(node: NodeProcess) -> None:
-    node.start()
-    code = node.wait()
-    assert code == 3
-    raise RuntimeError(node.log())
-
-
-def test_names_texts_and_keys_stay_out_of_logs_and_of_the_relay(scene: Scene) -> None:
+def test_without_its_relay_a_machine_collects_what_is_left_there_and_is_reached_directly(
+    scene: TwoMachines,
+) -> None:
     scene.set_relays()
     scene.server.stop()
-    scene.send(f"subject {CANARY}", body=f"body {CANARY}", wait="held")
+    scene.send("the last by relay", wait="held")
     scene.server.start()
-    wait_until_stored(scene.laptop)
-    scene.laptop.send("owner@canary-server", f"direct {CANARY}", body=CANARY, wait="stored")
-    os.kill(scene.relay.pid, signal.SIGTERM)
-    scene.relay.wait()
-    needles = [b"canary-laptop", b"canary-server", CANARY.encode()]
-    for node in (scene.laptop, scene.server):
-        keyring = Keyring.open(node.home / KEYRING_NAME, may_make=False)
-        needles += [keyring.identity.public, keyring.sealing.public]
-        needles += [keyring.identity.seed, keyring.sealing.secret]
-        assert not any(needle in node.log_path.read_bytes() for needle in needles)
-    places = [scene.relay.log_path, *scene.relay.data.glob("relay.db*")]
-    assert len(places) > 1
-    for place in places:
-        content = place.read_bytes()
-        assert not any(needle in content for needle in needles), place.name
+    scene.server.ask({"do": "relay_unset"})
+    eventually(lambda: scene.arrived() == ["the last by relay"])
+    eventually(lambda: scene.server.ask({"do": "relay_status"})["relays"] == [])
+    with pytest.raises(Failure) as refused:
+        scene.server.ask({"do": "relay_unset"})
+    assert refused.value.code == "no_relay"
+    assert scene.send("directly", wait="stored")["letter"]["way"] == "direct"
+    scene.server.stop()
+    letter = scene.send("nobody holds this")
+    time.sleep(1)
+    (waiting,) = scene.laptop.ask({"do": "sent", "id": letter["id"]})["letters"]
+    assert waiting["state"] == "queued"
+
+
+def test_a_letter_that_was_never_tried_is_cancelled_for_good(scene: TwoMachines) -> None:
+    scene.server.stop()
+    tried = scene.send("tried")
+
+    def pauses() -> bool:
+        (letter,) = scene.laptop.ask({"do": "outbox"})["letters"]
+        pause = re.match(r"tried again in (\d+) s", letter["next"])
+        return pause is not None and int(pause[1]) >= 3
+
+    # What is sent while the peer is left alone for some seconds, is not tried before.
+    eventually(pauses)
+    untried = scene.send("never tried")
+    assert not scene.laptop.ask({"do": "outbox_cancel", "id": untried["id"]})["may_still_arrive"]
+    assert scene.laptop.ask({"do": "outbox_cancel", "id": tried["id"]})["may_still_arrive"]
+    scene.server.start()
+    assert scene.send("after them", wait="stored")["state"] == "stored"
+    assert "never tried" not in scene.arrived()
+    (letter,) = scene.laptop.ask({"do": "sent", "id": untried["id"]})["letters"]
+    assert letter["state"] == "cancelled"
+    assert letter["events"][-1]["detail"] == "it never left this machine"

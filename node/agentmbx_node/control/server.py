@@ -91,7 +91,9 @@ class ControlServer:
             raise RuntimeError("a caller is served by a task")
         self._callers.add(caller)
         try:
-            with suppress(ConnectionError):
+            # `close` alone cancels it, and it ends here; the streams of Python 3.11 would take a
+            # cancelled task for a bug and print it.
+            with suppress(ConnectionError, asyncio.CancelledError):
                 await self._answer(reader, writer)
         finally:
             self._callers.discard(caller)
