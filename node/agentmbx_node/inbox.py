@@ -164,9 +164,15 @@ def _answer_with_bye(peer: Peer, opened: Opened, now: Now) -> Receipt:
             asks = False
         fate = Fate.STORED
     if asks:
-        peer.state, peer.is_due = "leaving", True
-        peer.leave_age_ms = max(peer.leave_age_ms, now.age_ms + LEAVE_ANSWER_MS)
+        _come_back(peer, now)
     return Receipt(fate, peer.id or 0)
+
+
+def _come_back(peer: Peer, now: Now) -> None:
+    """Say bye once more to who does not know yet; for 90 days, then never."""
+    if peer.state == "left" and now.age_ms < peer.leave_age_ms:
+        peer.state, peer.is_due, peer.has_news = "leaving", True, True
+        peer.leave_age_ms = max(peer.leave_age_ms, now.age_ms + LEAVE_ANSWER_MS)
 
 
 def _learn_card(connection: sqlite3.Connection, peer: Peer, data: bytes, now: Now) -> None:
@@ -184,8 +190,8 @@ def _learn_card(connection: sqlite3.Connection, peer: Peer, data: bytes, now: No
         peer.direct_retry_age_ms = 0
         outbox.bring_forward(connection, peer, card.routes[0].queue if card.routes else b"", now)
     elif now.age_ms - peer.unopened_age_ms >= reports.TELL_MS:
-        # An older copy of the peer speaks: tell it which card is known here.
-        peer.unopened_age_ms = now.age_ms
+        # An older copy of the peer speaks: tell it, by its own key, which card is known here.
+        peer.unopened_age_ms, peer.other_sealing = now.age_ms, card.sealing
         peer.is_due = peer.has_news = True
 
 
@@ -198,16 +204,14 @@ def _count_unopened(peer: Peer, digest: bytes, now: Now) -> None:
     if not peer.unopened_age_ms or now.age_ms - peer.unopened_age_ms >= reports.TELL_MS:
         peer.unopened_age_ms = now.age_ms
         peer.is_due = True
+        _come_back(peer, now)
 
 
 def _list_digest(connection: sqlite3.Connection, peer: int, opened: Opened, now: Now) -> None:
     """Let state letters name the letter, until its sender knows that it is here."""
     letter = opened.letter
-    row = connection.execute(
-        "SELECT confirmed FROM sent_stream WHERE peer = ? AND stream = ?", (peer, letter.stream)
-    ).fetchone()
     # The sender had ended it before, and is to be corrected.
-    is_late = row is not None and row[0] >= letter.number
+    is_late = ranges.has_ended(connection, peer, letter.stream, letter.number)
     kept_until_ms = now.age_ms + reports.KEPT_MS if is_late else 0
     connection.execute(
         "INSERT OR REPLACE INTO stored_digest (peer, stream, number, digest, kept_until_age_ms)"

@@ -24,11 +24,18 @@ class Sealer:
         return cls(keyring, machine_of(connection))
 
     def seal(
-        self, peer: Peer, letter: bytes, *, queue: bytes = DIRECT, ttl_s: int = DIRECT_TTL_S
+        self,
+        peer: Peer,
+        letter: bytes,
+        *,
+        queue: bytes = DIRECT,
+        ttl_s: int = DIRECT_TTL_S,
+        sealing: bytes = b"",
     ) -> Envelope:
         """An envelope around the letter's bytes for one hop; new bytes at every call.
 
-        It carries this machine's card until the peer has shown that it knows it.
+        It carries this machine's card until the peer has shown that it knows it. `sealing` is
+        another key of the peer's than the one in its newest card.
         """
         pair = self._keyring.pair_key(peer.salt)
         is_known = peer.confirmed_card >= self.machine.card_sequence
@@ -36,7 +43,7 @@ class Sealer:
             letter,
             sender=pair.public,
             receiver=peer.pair_key,
-            sealing_public=peer.sealing,
+            sealing_public=sealing or peer.sealing,
             card=b"" if is_known else self.machine.card,
         )
         return parse_envelope(make_envelope(pair, queue, ttl_s, sealed))

@@ -1,4 +1,4 @@
-"""Numbers that were stored, kept as ranges for good."""
+"""Numbers of letters that were stored, or that ended at their sender, kept as ranges for good."""
 
 import sqlite3
 
@@ -37,3 +37,27 @@ def add(connection: sqlite3.Connection, peer: int, stream: bytes, number: int) -
         "INSERT INTO stored_range (peer, stream, first, last) VALUES (?, ?, ?, ?)",
         (peer, stream, first, last),
     )
+
+
+def note_ended(
+    connection: sqlite3.Connection, peer: int, stream: bytes, first: int, last: int
+) -> None:
+    """Record that the sender waits for none of these numbers any more."""
+    connection.execute(
+        "DELETE FROM ended_range WHERE peer = ?1 AND stream = ?2 AND first > ?3 AND last <= ?4",
+        (peer, stream, first, last),
+    )
+    connection.execute(
+        "INSERT INTO ended_range (peer, stream, first, last) VALUES (?, ?, ?, ?)"
+        " ON CONFLICT DO UPDATE SET last = max(last, excluded.last)",
+        (peer, stream, first, last),
+    )
+
+
+def has_ended(connection: sqlite3.Connection, peer: int, stream: bytes, number: int) -> bool:
+    """Whether the sender has said that it waits for that number no more."""
+    found = connection.execute(
+        "SELECT 1 FROM ended_range WHERE peer = ? AND stream = ? AND first <= ? AND last >= ?",
+        (peer, stream, number, number),
+    ).fetchone()
+    return found is not None

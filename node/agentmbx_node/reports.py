@@ -8,7 +8,7 @@ from typing import Final
 
 import msgspec
 
-from agentmbx_node import outbox
+from agentmbx_node import outbox, ranges
 from agentmbx_node.clock import Now
 from agentmbx_node.outbox import Move
 from agentmbx_node.store.rows import LETTER, MACHINE, LetterRow, Machine, Peer
@@ -87,6 +87,10 @@ def take(
     Of an older one than was heard before only this counts: that the peer has seen more of this
     machine than there is here.
     """
+    if state.bye:
+        # No word of this pairing comes after it, so its order does not matter.
+        leave(connection, peer, now, Move.GIVE_UP, "the peer ended the pairing")
+        return
     _find_own_age(connection, machine, peer, state)
     if state.order <= (peer.seen_card, peer.seen_sequence):
         _answer_old(peer, state, now)
@@ -94,32 +98,10 @@ def take(
     peer.seen_card, peer.seen_sequence = state.order
     peer.is_unanswered, peer.void_tries = False, 0
     peer.clock_ahead_ms = state.now_ms - now.wall_ms
-    if state.bye:
-        leave(connection, peer, now, Move.GIVE_UP, "the peer ended the pairing")
-        return
     _hear_of_card(peer, state)
     if state.ask:
         peer.is_due, peer.ask_seen = True, state.sequence
-    if state.void:
-        peer.is_due = peer.has_news = True
-    peer.void_seen = msgspec.msgpack.encode(state.void) if state.void else b""
-    for stream in state.void_seen:
-        for each in stream.ranges:
-            connection.execute(
-                "UPDATE letter SET is_void = 0 WHERE peer = ? AND stream = ?"
-                " AND number BETWEEN ? AND ? AND is_void = 1",
-                (peer.id, stream.stream, each.first, each.last),
-            )
-    for sent in state.sent:
-        connection.execute(
-            "DELETE FROM stored_digest WHERE peer = ? AND stream = ? AND number <= ?"
-            " AND kept_until_age_ms <= ?",
-            (peer.id, sent.stream, sent.confirmed, now.age_ms),
-        )
-        connection.execute(
-            "INSERT OR REPLACE INTO sent_stream (peer, stream, confirmed) VALUES (?, ?, ?)",
-            (peer.id, sent.stream, sent.confirmed),
-        )
+    _hear_of_ends(connection, peer, state, now)
     _confirm(connection, peer, state, now)
     _send_again(connection, peer, state, now)
 
@@ -177,6 +159,41 @@ def _hear_of_card(peer: Peer, state: State) -> None:
     peer.confirmed_card = known
 
 
+def _hear_of_ends(connection: sqlite3.Connection, peer: Peer, state: State, now: Now) -> None:
+    """Note which letters have ended at the peer, and which of this machine's it knows are void."""
+    number = peer.id or 0
+    for sent in state.sent:
+        if not sent.confirmed:
+            continue
+        connection.execute(
+            "DELETE FROM stored_digest WHERE peer = ? AND stream = ? AND number <= ?"
+            " AND kept_until_age_ms <= ?",
+            (number, sent.stream, sent.confirmed, now.age_ms),
+        )
+        ranges.note_ended(connection, number, sent.stream, 1, sent.confirmed)
+    for void in state.void:
+        for each in void.ranges:
+            ranges.note_ended(connection, number, void.stream, each.first, each.last)
+            # What arrived all the same is listed again, and so corrects the peer.
+            connection.execute(
+                "INSERT OR REPLACE INTO stored_digest"
+                " (peer, stream, number, digest, kept_until_age_ms)"
+                " SELECT peer, stream, number, digest, ? FROM mail"
+                " WHERE peer = ? AND stream = ? AND number BETWEEN ? AND ?",
+                (now.age_ms + KEPT_MS, number, void.stream, each.first, each.last),
+            )
+    if state.void:
+        peer.is_due = peer.has_news = True
+    peer.void_seen = msgspec.msgpack.encode(state.void) if state.void else b""
+    for void in state.void_seen:
+        for each in void.ranges:
+            connection.execute(
+                "UPDATE letter SET is_void = 0 WHERE peer = ? AND stream = ?"
+                " AND number BETWEEN ? AND ? AND is_void = 1",
+                (number, void.stream, each.first, each.last),
+            )
+
+
 def _confirm(connection: sqlite3.Connection, peer: Peer, state: State, now: Now) -> None:
     for stored in state.streams:
         for each in stored.digests:
@@ -225,7 +242,7 @@ def _stored(connection: sqlite3.Connection, peer: Peer) -> tuple[StoredStream, .
     found = []
     for at, stream in enumerate(sorted(streams)):
         room = ranges_left - (len(streams) - at - 1)
-        ranges = connection.execute(
+        stretches = connection.execute(
             "SELECT first, last FROM stored_range WHERE peer = ? AND stream = ?"
             " ORDER BY first DESC LIMIT ?",
             (peer.id, stream, room),
@@ -233,14 +250,14 @@ def _stored(connection: sqlite3.Connection, peer: Peer) -> tuple[StoredStream, .
         digests = connection.execute(
             "SELECT number, digest FROM stored_digest WHERE peer = ? AND stream = ?"
             " AND number >= ? ORDER BY number LIMIT ?",
-            (peer.id, stream, ranges[0][0], digests_left),
+            (peer.id, stream, stretches[0][0], digests_left),
         ).fetchall()
-        ranges_left -= len(ranges)
+        ranges_left -= len(stretches)
         digests_left -= len(digests)
         found.append(
             StoredStream(
                 stream,
-                tuple(Range(*each) for each in ranges),
+                tuple(Range(*each) for each in stretches),
                 tuple(StoredDigest(number, digest[:8]) for number, digest in digests),
             )
         )

@@ -75,7 +75,9 @@ def begin(
         # The last round never ended, so nobody knows whether the peer was told.
         peer.is_telling, peer.is_due, peer.has_news = False, True, True
     if peer.state == "leaving" and (not peer.is_due or now.age_ms >= peer.leave_age_ms):
-        peer.state, peer.leave_age_ms = "left", now.age_ms + reports.KEPT_MS
+        peer.state = "left"
+        if peer.leave_age_ms <= now.age_ms + reports.NEWS_S * S:
+            peer.leave_age_ms = now.age_ms + reports.KEPT_MS
         PEER.save(connection, peer)
         return None
     connection.execute(
@@ -229,7 +231,7 @@ def _direct(
         data = reports.make(
             connection, sealer.machine, peer, now, ask=told.asks, has_news=told.has_news
         )
-        offers.insert(0, Offer(sealer.seal(peer, data)))
+        offers.insert(0, Offer(sealer.seal(peer, data, sealing=told.other_sealing)))
     return Round(
         peer=peer.id or 0,
         peer_key=peer.pair_key,
@@ -270,7 +272,7 @@ def _by_relay(
     if told is not None and route is not None:
         data = reports.make(connection, sealer.machine, peer, now, ask=asks, has_news=told.has_news)
         ttl_s = (reports.NEWS_S if told.has_news else 0) + limits.LETTER_TTL_EXTRA_S
-        parcel = sealer.seal(peer, data, queue=route.queue, ttl_s=ttl_s)
+        parcel = sealer.seal(peer, data, queue=route.queue, ttl_s=ttl_s, sealing=told.other_sealing)
         # News goes first; what asks goes last, so that the answer knows of all before it.
         offers.insert(len(offers) if asks else 0, Offer(parcel))
         peer.state_age_ms, peer.is_unanswered = now.age_ms, asks

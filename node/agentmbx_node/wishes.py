@@ -31,6 +31,7 @@ class Told(msgspec.Struct, frozen=True):
     asks: bool
     has_news: bool
     unopened: bytes
+    other_sealing: bytes
     state_age_ms: int
     asked_age_ms: int
     is_unanswered: bool
@@ -54,6 +55,7 @@ class Told(msgspec.Struct, frozen=True):
         """It was not taken, as far as anybody knows; it is due again."""
         peer.is_telling, peer.is_due = False, True
         peer.has_news = peer.has_news or self.has_news
+        peer.other_sealing = peer.other_sealing or self.other_sealing
         peer.state_age_ms, peer.asked_age_ms = self.state_age_ms, self.asked_age_ms
         peer.is_unanswered = self.is_unanswered and peer.is_unanswered
         peer.card_tries = min(peer.card_tries, self.card_tries)
@@ -115,6 +117,7 @@ class Wish(msgspec.Struct):
             asks=self.ask,
             has_news=peer.has_news or self.void,
             unopened=peer.unopened,
+            other_sealing=peer.other_sealing,
             state_age_ms=peer.state_age_ms,
             asked_age_ms=peer.asked_age_ms,
             is_unanswered=peer.is_unanswered,
@@ -123,7 +126,7 @@ class Wish(msgspec.Struct):
             void_age_ms=peer.void_age_ms,
         )
         peer.is_telling, peer.is_due, peer.has_news = True, False, False
-        peer.state_age_ms = now.age_ms
+        peer.state_age_ms, peer.other_sealing = now.age_ms, b""
         if self.ask:
             peer.asked_age_ms = now.age_ms
         if self.card:

@@ -44,6 +44,7 @@ class Peer(msgspec.Struct):
     ask_seen: int = 0
     void_seen: bytes = b""
     unopened: bytes = b""
+    other_sealing: bytes = b""
     is_due: bool = False
     has_news: bool = False
     is_unanswered: bool = False

@@ -22,6 +22,7 @@ CREATE TABLE peer (
     pair_key         BLOB NOT NULL UNIQUE CHECK (length(pair_key) = 32),  -- the peer's, Ed25519
     card             BLOB NOT NULL,           -- the peer's newest card frame
     card_sequence    INTEGER NOT NULL,
+    other_sealing    BLOB NOT NULL,           -- of a copy that is told once of the newer card; '' for none
     loopback         INTEGER NOT NULL CHECK (loopback IN (0, 1)),  -- paired over loopback
     paired_ms        INTEGER NOT NULL,
     stream           BLOB NOT NULL CHECK (length(stream) = 16),   -- of new letters to the peer
@@ -116,11 +117,12 @@ CREATE TABLE stored_digest (                  -- of numbers that are not known t
     PRIMARY KEY (peer, stream, number)
 ) STRICT, WITHOUT ROWID;
 
-CREATE TABLE sent_stream (                    -- what a peer said of its own streams
-    peer      INTEGER NOT NULL,
-    stream    BLOB NOT NULL,
-    confirmed INTEGER NOT NULL,               -- no number up to it waits for a confirmation there
-    PRIMARY KEY (peer, stream)
+CREATE TABLE ended_range (                    -- numbers that the peer itself called confirmed or void
+    peer   INTEGER NOT NULL,
+    stream BLOB NOT NULL,
+    first  INTEGER NOT NULL,
+    last   INTEGER NOT NULL CHECK (last >= first),
+    PRIMARY KEY (peer, stream, first)
 ) STRICT, WITHOUT ROWID;
 
 CREATE TABLE refused_number (                 -- numbers that came again with other bytes
@@ -145,6 +147,7 @@ CREATE TABLE mail (
     read_ms    INTEGER NOT NULL
 ) STRICT;
 CREATE INDEX mail_by_time ON mail (arrived_ms);
+CREATE INDEX mail_by_number ON mail (peer, stream, number);
 
 CREATE TABLE queue (                          -- own queues at relays
     id             INTEGER NOT NULL PRIMARY KEY AUTOINCREMENT,
