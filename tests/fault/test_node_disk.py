@@ -48,3 +48,21 @@ def test_mail_for_a_full_disk_waits_where_it_is_and_arrives_when_there_is_room(
         assert [message["subject"] for message in server.messages()] == ["large"]
         answer = server.send("owner@laptop", "there is room", wait="stored")
         assert answer["state"] == "stored"
+
+
+def test_doctor_finds_a_full_disk_and_a_start_on_one_says_what_to_do(small_home: Path) -> None:
+    ballast = Ballast(small_home)
+    node = NodeProcess(small_home, "server")
+    with node.start():
+        ballast.leave(0)
+        found = {each["part"]: each for each in node.ask({"do": "doctor"})["findings"]}
+        assert not found["disk"]["ok"]
+        assert "Make room" in found["disk"]["remedy"]
+        assert node.stop() == 0
+        ballast.leave(0)
+        with pytest.raises(RuntimeError, match="the disk is full"):
+            node.start()
+        assert "Traceback" not in node.log()
+        ballast.drop()
+        node.start()
+        assert node.ask({"do": "status"})["name"] == "server"

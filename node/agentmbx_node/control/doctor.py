@@ -1,5 +1,6 @@
 """Why is it stuck: what the daemon knows of each part, and tries of each way."""
 
+import shutil
 import sqlite3
 import time
 from collections.abc import AsyncGenerator, Mapping
@@ -22,6 +23,7 @@ from agentmbx_protocol.envelope import Envelope
 from agentmbx_protocol.keys import key_text
 
 PING_S: Final = 3.0
+FREE_BYTES_MIN: Final = 16 * 1024 * 1024
 
 Step = Mapping[str, object]
 
@@ -44,6 +46,7 @@ class Doctor:
                 "Peers reach this machine by a relay only; `up --listen HOST:PORT` changes that.",
                 ok=listens is not None,
             ),
+            _disk_finding(self._home),
         ]
         findings += await self._machine.database.read(lambda c: _findings(c, self._now()))
         yield {"findings": findings}
@@ -116,6 +119,16 @@ def listen_text(listens: tuple[str, int]) -> str:
 
 def _finding(part: str, text: str, remedy: str = "", *, ok: bool = True) -> dict[str, object]:
     return {"ok": ok, "part": part, "text": text, "remedy": "" if ok else remedy}
+
+
+def _disk_finding(home: Path) -> dict[str, object]:
+    free = shutil.disk_usage(home).free
+    return _finding(
+        "disk",
+        f"has {free // 1024**2:,} MiB of room",
+        "Make room; until then mail for this machine waits at its senders or at the relay.",
+        ok=free >= FREE_BYTES_MIN,
+    )
 
 
 def _findings(connection: sqlite3.Connection, now: Now) -> list[dict[str, object]]:

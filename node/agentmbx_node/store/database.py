@@ -140,6 +140,8 @@ def open_database(path: Path) -> sqlite3.Connection:
             _migrate(connection, number)
     except sqlite3.Error as error:
         connection.close()
+        if _is_full(error):
+            raise _no_room() from error
         raise _unfit(f"SQLite says {getattr(error, 'sqlite_errorname', 'unknown')}") from error
     except BaseException:
         connection.close()
@@ -178,9 +180,21 @@ def _unfit(reason: str) -> Failure:
     )
 
 
+def _no_room() -> Failure:
+    return Failure(
+        "disk_full",
+        "The machine's database cannot be opened: the disk is full. Nothing was changed.",
+        "Make room on it, then start again.",
+        1,
+    )
+
+
+def _is_full(error: sqlite3.Error) -> bool:
+    return getattr(error, "sqlite_errorcode", 0) & 0xFF == sqlite3.SQLITE_FULL
+
+
 def _translate(error: sqlite3.Error) -> StoreFailed:
-    code = getattr(error, "sqlite_errorcode", 0) & 0xFF
-    is_full = code == sqlite3.SQLITE_FULL
+    is_full = _is_full(error)
     text = "the disk is full" if is_full else "the store failed"
     name = getattr(error, "sqlite_errorname", type(error).__name__)
     return StoreFailed(f"{text} ({name})", is_full=is_full)
