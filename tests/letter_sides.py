@@ -141,6 +141,10 @@ class Side:
         return machine_of(self.connection).card
 
     @property
+    def card_sequence(self) -> int:
+        return machine_of(self.connection).card_sequence
+
+    @property
     def peer(self) -> Peer:
         """The newest one."""
         return PEER.find(self.connection, "ORDER BY id DESC LIMIT 1")[0]

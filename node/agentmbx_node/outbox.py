@@ -163,7 +163,7 @@ def cancel(connection: sqlite3.Connection, row: LetterRow, now: Now) -> bool:
         raise Failure(
             "ended", f"The letter {row.id} has ended already: {row.state}.", "See `sent`.", 3
         )
-    may_arrive = row.was_tried
+    may_arrive = bool(row.was_tried)
     detail = "it may still arrive" if may_arrive else "it never left this machine"
     move(connection, row, Move.CANCEL, now, detail)
     tell_peer(connection, row.peer)

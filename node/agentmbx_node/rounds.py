@@ -33,6 +33,7 @@ DEPOSIT_AGAIN_MS: Final = (HOUR, 6 * HOUR)
 BACKOFF_MS_MAX: Final = 900 * S
 REFUSED_LETTER_MS: Final = 900 * S
 GIVE_UP_ROUNDS: Final = 8
+SMALLEST_AT: Final = 6
 
 
 class Offer(msgspec.Struct, frozen=True):
@@ -211,7 +212,9 @@ def relay_done(
             connection, peer, round_, peer.relay_error, now, retry_after_s=max(waits, default=None)
         )
     elif held:
-        peer.failures = peer.retry_age_ms = 0
+        # Rounds grow again by and by, else the next would meet the same letter and fail (O1).
+        peer.failures = max(min(peer.failures, SMALLEST_AT) - 1, 0)
+        peer.retry_age_ms = 0
     PEER.save(connection, peer)
     _end_late(connection, round_, now, answered=answered)
 
@@ -311,7 +314,7 @@ def _route(peer: Peer) -> Route | None:
 def _due(connection: sqlite3.Connection, peer: Peer, now: Now) -> list[LetterRow]:
     # After failures in a row the rounds get smaller, so that one letter that a proxy on the way
     # will not pass does not hold up the others (O1).
-    count = max(LETTERS_MAX >> min(peer.failures, 6), 1)
+    count = max(LETTERS_MAX >> min(peer.failures, SMALLEST_AT), 1)
     rows = LETTER.find(
         connection,
         "WHERE peer = ? AND state IN ('queued', 'held') AND next_age_ms <= ?"

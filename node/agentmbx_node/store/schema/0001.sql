@@ -44,7 +44,7 @@ CREATE TABLE peer (
     void_tries       INTEGER NOT NULL,
     void_age_ms      INTEGER NOT NULL,
     unopened_age_ms  INTEGER NOT NULL,        -- when it was last told of what did not open
-    failures         INTEGER NOT NULL,        -- rounds in a row that brought nothing
+    failures         INTEGER NOT NULL,        -- rounds in a row that brought nothing; each good one takes off one
     retry_age_ms     INTEGER NOT NULL,        -- no round begins before
     direct_retry_age_ms INTEGER NOT NULL,     -- no direct attempt begins before
     direct_error     TEXT NOT NULL,           -- of the last direct attempt; '' after a good one
