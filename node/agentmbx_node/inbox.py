@@ -189,7 +189,7 @@ def _learn_card(connection: sqlite3.Connection, peer: Peer, data: bytes, now: No
         peer.is_due = peer.has_news = True
         peer.direct_retry_age_ms = 0
         outbox.bring_forward(connection, peer, card.routes[0].queue if card.routes else b"", now)
-    elif now.age_ms - peer.unopened_age_ms >= reports.TELL_MS:
+    elif reports.may_tell(peer, now):
         # An older copy of the peer speaks: tell it, by its own key, which card is known here.
         peer.unopened_age_ms, peer.other_sealing = now.age_ms, card.sealing
         peer.is_due = peer.has_news = True
@@ -201,7 +201,7 @@ def _count_unopened(peer: Peer, digest: bytes, now: Now) -> None:
     # It may lack this machine's card: it gets it again with the next state letter.
     peer.confirmed_card = 0
     peer.has_news = True
-    if not peer.unopened_age_ms or now.age_ms - peer.unopened_age_ms >= reports.TELL_MS:
+    if reports.may_tell(peer, now):
         peer.unopened_age_ms = now.age_ms
         peer.is_due = True
         _come_back(peer, now)

@@ -106,6 +106,11 @@ def take(
     _send_again(connection, peer, state, now)
 
 
+def may_tell(peer: Peer, now: Now) -> bool:
+    """Whether an hour has passed since the peer was told of what is amiss with its envelopes."""
+    return not peer.unopened_age_ms or now.age_ms - peer.unopened_age_ms >= TELL_MS
+
+
 def leave(connection: sqlite3.Connection, peer: Peer, now: Now, what: Move, detail: str) -> None:
     """End the pairing and its letters; the key is kept a while, only to answer with a bye."""
     outbox.end_all(connection, peer, what, now, detail)
@@ -145,7 +150,7 @@ def _answer_old(peer: Peer, state: State, now: Now) -> None:
     # the highest sequence that was seen, asking or not, when another one came after it.
     if state.card_sequence == peer.seen_card:
         peer.ask_seen = max(peer.ask_seen, peer.seen_sequence)
-    if now.age_ms - peer.unopened_age_ms >= TELL_MS:
+    if may_tell(peer, now):
         peer.unopened_age_ms = now.age_ms
         peer.is_due = peer.has_news = True
 
