@@ -9,6 +9,7 @@ import aiohttp
 from agentmbx_node.errors import Failure, OperatingError
 from agentmbx_node.hops.relay import RelayLine, fetch_info
 from agentmbx_node.keyring import Keyring
+from agentmbx_node.pairing import fingerprint
 from agentmbx_node.store.rows import QUEUE, QueueRow
 from agentmbx_protocol.keys import key_from_text, key_text
 from agentmbx_protocol.queue_commands import make_admit
@@ -70,7 +71,7 @@ def list_relays(connection: sqlite3.Connection, keyring: Keyring) -> list[Mappin
         {
             "url": row.url,
             "state": row.state,
-            "relay_fingerprint": key_text(row.relay_key)[:20],
+            "relay_fingerprint": fingerprint(row.relay_key),
             "queue": key_text(keyring.queue_key(row.salt).public)[:8],
             "last_ms": row.contact_ms,
             "error": row.error,

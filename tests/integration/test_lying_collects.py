@@ -19,7 +19,7 @@ from agentmbx_protocol.queue_commands import Flag, make_queue_state, parse_queue
 from false_hops import FalsePeer, FalseRelay, Machine
 from scene import eventually
 
-WATCHED_S = 3.0
+WATCHED_S = 1.5
 POLLS_MAX = 8
 Answer = Callable[[], Awaitable[web.StreamResponse]]
 
@@ -88,7 +88,7 @@ async def ring(scene: Scene) -> None:
 
 
 async def watch(scene: Scene) -> int:
-    """How often it polls within 3 s, from now on."""
+    """How often it polls within a while, from now on."""
     await ring(scene)
     before = scene.relay.polls
     await asyncio.sleep(WATCHED_S)

@@ -33,6 +33,23 @@ def test_while_the_peer_is_down_a_letter_waits_at_its_relay(scene: TwoMachines) 
     assert scene.arrived() == ["while you sleep"]
 
 
+def test_a_peer_that_takes_connections_and_says_nothing_is_left_for_its_relay(
+    scene: TwoMachines,
+) -> None:
+    """Case N2: half-open, as after a sleep; the failure is remembered for the letters behind."""
+    scene.set_relays()
+    os.kill(scene.server.pid, signal.SIGSTOP)
+    started_s = time.monotonic()
+    assert scene.send("first", wait="held")["letter"]["way"] == "relay"
+    assert time.monotonic() - started_s < 20
+    started_s = time.monotonic()
+    assert scene.send("second", wait="held")["state"] == "held"
+    assert time.monotonic() - started_s < 5
+    os.kill(scene.server.pid, signal.SIGCONT)
+    wait_until_stored(scene.laptop)
+    assert sorted(scene.arrived()) == ["first", "second"]
+
+
 def test_two_machines_that_listen_nowhere_meet_at_the_relay(scene: TwoMachines) -> None:
     scene.set_relays()
     for node in (scene.laptop, scene.server):
