@@ -75,6 +75,7 @@ class Letters(RuleBasedStateMachine):
         self.relay = Relay()
         self.is_direct = True
         self.heals_directly = True
+        self.sends_more = True
         self.sent: dict[bytes, Sent] = {}
         # Requests that are still on their way: to a machine, or to the relay.
         self.late: list[tuple[Side | None, Round]] = []
@@ -101,11 +102,14 @@ class Letters(RuleBasedStateMachine):
         queues=st.sampled_from(((0, 1), (0, 1), (0, 1), (0,), ())),
         heals_directly=st.booleans(),
         is_direct=st.booleans(),
+        sends_more=st.booleans(),
     )
-    def begin(self, queues: tuple[int, ...], *, heals_directly: bool, is_direct: bool) -> None:
+    def begin(
+        self, queues: tuple[int, ...], *, heals_directly: bool, is_direct: bool, sends_more: bool
+    ) -> None:
         for at in queues:
             self.relay.queues[self.sides[at].add_queue()] = {}
-        self.is_direct = is_direct
+        self.is_direct, self.sends_more = is_direct, sends_more
         self.heals_directly = heals_directly or len(queues) < len(self.sides)
         pair(*self.sides)
         self.send(0)
@@ -282,7 +286,7 @@ class Letters(RuleBasedStateMachine):
         self.late.clear()
         due = set()
         if not self.is_over:
-            for at in (0, 1):
+            for at in (0, 1) if self.sends_more else ():
                 self.send(at)
             due = {content for content, sent in self.sent.items() if self.is_young(sent)}
         self.states = 0
@@ -397,7 +401,7 @@ class Letters(RuleBasedStateMachine):
 
 TestLetters = Letters.TestCase
 TestLetters.settings = settings(
-    max_examples=220,
+    max_examples=150,
     stateful_step_count=40,
     deadline=None,
     print_blob=True,

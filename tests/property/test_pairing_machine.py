@@ -432,4 +432,4 @@ class Pairing(RuleBasedStateMachine):
 
 
 TestPairing = Pairing.TestCase
-TestPairing.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestPairing.settings = settings(max_examples=40, stateful_step_count=40, deadline=None)
