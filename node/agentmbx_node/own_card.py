@@ -3,11 +3,12 @@
 import sqlite3
 from collections.abc import Sequence
 
+from agentmbx_node.cards import read_card
 from agentmbx_node.clock import Now
 from agentmbx_node.keyring import Keyring
 from agentmbx_node.store.rows import MACHINE, QUEUE, machine_of
 from agentmbx_protocol import limits
-from agentmbx_protocol.card import Card, Route, make_card, parse_card
+from agentmbx_protocol.card import Card, Route, make_card
 
 
 def renew(
@@ -31,7 +32,7 @@ def renew(
         addresses=tuple(addresses[: limits.ADDRESSES_MAX]),
         routes=tuple(routes[: limits.ROUTES_MAX]),
     )
-    if machine.card and parse_card(machine.card) == wanted:
+    if machine.card and read_card(machine.card) == wanted:
         return False
     machine.card_sequence = max(machine.card_sequence + 1, now.wall_ms // 1000)
     machine.card = make_card(

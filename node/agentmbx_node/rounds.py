@@ -14,6 +14,7 @@ import msgspec
 
 from agentmbx_node import outbox, reports
 from agentmbx_node.addresses import usable_addresses
+from agentmbx_node.cards import read_card
 from agentmbx_node.clock import Now
 from agentmbx_node.keyring import Keyring
 from agentmbx_node.outbox import Move
@@ -21,7 +22,7 @@ from agentmbx_node.parcels import Sealer
 from agentmbx_node.store.rows import LETTER, PEER, LetterRow, Peer
 from agentmbx_node.wishes import HOUR, LONG_MS, S, Told, Wish, relay_gap_ms
 from agentmbx_protocol import limits
-from agentmbx_protocol.card import Route, parse_card
+from agentmbx_protocol.card import Route
 from agentmbx_protocol.custody import HeldFact
 from agentmbx_protocol.envelope import Envelope, parse_envelope
 from agentmbx_protocol.errors import Refusal
@@ -303,11 +304,11 @@ def _addresses(peer: Peer, now: Now) -> Sequence[str]:
     # Without a relay there is nothing else to try, and the peer's backoff is pause enough.
     if now.age_ms < peer.direct_retry_age_ms and _route(peer) is not None:
         return ()
-    return usable_addresses(parse_card(peer.card).addresses, paired_over_loopback=peer.loopback)
+    return usable_addresses(read_card(peer.card).addresses, paired_over_loopback=peer.loopback)
 
 
 def _route(peer: Peer) -> Route | None:
-    routes = parse_card(peer.card).routes
+    routes = read_card(peer.card).routes
     return routes[0] if routes else None
 
 
