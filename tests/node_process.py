@@ -4,7 +4,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -18,7 +18,10 @@ ASK_S = 60.0
 
 
 class NodeProcess:
-    """`agentmbx up` on a folder of its own; start it again on the same folder with `start`."""
+    """`agentmbx up` on a folder of its own; start it again on the same folder with `start`.
+
+    `prefix` is a command that runs it, as the same process.
+    """
 
     def __init__(
         self,
@@ -27,6 +30,7 @@ class NodeProcess:
         *flags: str,
         listen: str = "127.0.0.1:0",
         environment: dict[str, str] | None = None,
+        prefix: Sequence[str] = (),
     ) -> None:
         self.home = home
         self.name = name
@@ -34,14 +38,15 @@ class NodeProcess:
         self.log_path = home.with_name(home.name + ".log")
         self._flags = flags
         self._environment = environment or {}
+        self._prefix = prefix
         self._process: subprocess.Popen[bytes] | None = None
 
     def start(self) -> Self:
         """Start it and wait until it answers; raises `RuntimeError` if it ends."""
-        command = [*AGENTMBX, "up", "--name", self.name, "--listen", self.listen, *self._flags]
+        command = [*self._prefix, *AGENTMBX, "up", "--name", self.name, "--listen", self.listen]
         with self.log_path.open("ab") as log:
             self._process = subprocess.Popen(
-                command,
+                [*command, *self._flags],
                 stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=log,

@@ -5,6 +5,7 @@ import re
 import signal
 import subprocess
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -17,20 +18,31 @@ AGENTMBX = [sys.executable, "-c", "from agentmbx_node.cli import main; main()"]
 
 
 class RelayProcess:
-    """`agentmbx relay serve` on free loopback ports; restart it on the same folder with `start`."""
+    """`agentmbx relay serve` on free loopback ports; restart it on the same folder with `start`.
 
-    def __init__(self, data: Path, *flags: str, environment: dict[str, str] | None = None) -> None:
+    `prefix` is a command that runs it, as the same process.
+    """
+
+    def __init__(
+        self,
+        data: Path,
+        *flags: str,
+        environment: dict[str, str] | None = None,
+        prefix: Sequence[str] = (),
+    ) -> None:
         self.data = data
         self.log_path = data.with_name(data.name + ".log")
         self._flags = flags
         self._environment = environment or {}
+        self._prefix = prefix
         self._process: subprocess.Popen[str] | None = None
         self.url = ""
         self.relay_key = b""
 
     def start(self, *, listen: str = "127.0.0.1:0") -> Self:
         """Start it and wait until it says that it is ready; raises `RuntimeError` if it ends."""
-        command = [*AGENTMBX, "relay", "serve", "--data", str(self.data), "--listen", listen]
+        command = [*self._prefix, *AGENTMBX, "relay", "serve", "--data", str(self.data)]
+        command += ["--listen", listen]
         if not any(flag.startswith("--metrics-listen") for flag in self._flags):
             command += ["--metrics-listen", "off"]
         with self.log_path.open("a") as log:

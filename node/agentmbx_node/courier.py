@@ -14,6 +14,7 @@ from agentmbx_node.hops.direct import DirectHop
 from agentmbx_node.hops.http import HopRefused
 from agentmbx_node.hops.relay import RelayHop
 from agentmbx_node.keyring import Keyring
+from agentmbx_node.peers import forget_failures
 from agentmbx_node.rounds import Round
 from agentmbx_node.store.database import Database, StoreFailed
 from agentmbx_node.waiting import Alarm
@@ -47,7 +48,14 @@ class Courier:
         self._session = session
         self._changed = changed
         self._last_good = ""
+        self._has_moved = False
         self.alarm = Alarm()
+
+    def forget_network(self) -> None:
+        """Look for another way at once: what fails now may fail for a reason that is gone."""
+        self._has_moved = True
+        self._last_good = ""
+        self.alarm.ring()
 
     async def run(self) -> None:
         """Carry until cancelled; one failure of the store is not the end."""
@@ -62,6 +70,7 @@ class Courier:
     async def _go(self) -> int | None:
         """Run rounds while there are any; how long until the next may be due."""
         while True:
+            self._has_moved = False
             begun = await self._database.write(
                 lambda connection: rounds.begin(
                     connection, self._keyring, self._peer, self._clock.now()
@@ -71,6 +80,10 @@ class Courier:
                 now_ms = self._clock.now().age_ms
                 return None if begun is None else max(begun - now_ms, 1)
             await self._carry(begun)
+            if self._has_moved:
+                await self._database.write(
+                    lambda connection: forget_failures(connection, self._peer)
+                )
             self._changed()
 
     async def _carry(self, begun: Round) -> None:

@@ -99,7 +99,8 @@ def parse_listen(text: str | None) -> tuple[str | None, int]:
     host, _, port = text.rpartition(":")
     if not port.isdigit() or int(port) > 65535:  # noqa: PLR2004 - the highest port
         raise Failure("usage", "--listen is HOST:PORT or off.", "", 2)
-    return host.removeprefix("[").removesuffix("]"), int(port)
+    # `status` shows all addresses as "*".
+    return "" if host == "*" else host.removeprefix("[").removesuffix("]"), int(port)
 
 
 def _name(given: str | None, home: Path) -> str:

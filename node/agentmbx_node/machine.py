@@ -20,8 +20,10 @@ from agentmbx_node.arrivals import Arrivals
 from agentmbx_node.clock import Clock
 from agentmbx_node.collector import Collector
 from agentmbx_node.courier import Courier
+from agentmbx_node.hops.http import end_connections
 from agentmbx_node.inbox import Receipt
 from agentmbx_node.keyring import Keyring
+from agentmbx_node.peers import forget_failures
 from agentmbx_node.store.database import Database, StoreFailed, open_database
 from agentmbx_node.store.rows import MACHINE, PEER, QUEUE, Machine, machine_of
 from agentmbx_node.waiting import Alarm, Changes
@@ -29,7 +31,7 @@ from agentmbx_node.waiting import Alarm, Changes
 DATABASE_NAME: Final = "node.db"
 KEYRING_NAME: Final = "keyring"
 SAVE_CLOCK_MS: Final = 60 * 1000
-LOOK_AT_NETWORK_MS: Final = 15 * 1000
+LOOK_AT_NETWORK_MS: Final = 5 * 1000
 
 T = TypeVar("T")
 
@@ -238,14 +240,12 @@ class RunningMachine:
             self._network = network
             log.info("network_changed")
             try:
-                await self.write(_forget_failures)
+                await self.write(forget_failures)
                 await self.renew_card()
             except StoreFailed as error:
                 log.error("store_failed", reason=str(error))
+            end_connections(self.session)
             for collector in self._collectors.values():
                 collector.alarm.ring()
-            self.ring_couriers()
-
-
-def _forget_failures(connection: sqlite3.Connection) -> None:
-    connection.execute("UPDATE peer SET failures = 0, retry_age_ms = 0, direct_retry_age_ms = 0")
+            for courier in self._couriers.values():
+                courier.forget_network()

@@ -55,3 +55,12 @@ def list_paths(peer: Peer) -> list[dict[str, object]]:
             }
         )
     return paths
+
+
+def forget_failures(connection: sqlite3.Connection, peer: int | None = None) -> None:
+    """Let every way to the peer, or to all of them, be tried at once: the network is another."""
+    connection.execute(
+        "UPDATE peer SET failures = 0, retry_age_ms = 0, direct_retry_age_ms = 0"
+        " WHERE id = ?1 OR ?1 IS NULL",
+        (peer,),
+    )

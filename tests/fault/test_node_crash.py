@@ -1,23 +1,20 @@
 """A relay and two nodes, killed at random: every letter arrives once, and both sides agree."""
 
 import random
-import sqlite3
 import time
 from collections import Counter
 from collections.abc import Iterator
-from contextlib import closing
 from pathlib import Path
 
 import msgspec
 import pytest
 
 from agentmbx_node.errors import Failure
-from agentmbx_node.machine import DATABASE_NAME
-from agentmbx_node.store.rows import LETTER, MAIL
 from node_process import NodeProcess, wait_until_stored
 from relay_process import RelayProcess
 from scene import seeded
 from two_machines import TwoMachines, eventually
+from views import assert_views_agree, held_count
 
 STORM_S = 30.0
 SETTLE_S = 60.0
@@ -70,26 +67,6 @@ def kill_one(machines: TwoMachines, dice: random.Random, told: Story) -> None:
         victim.restart()
     else:
         victim.start()
-
-
-def held_count(relay: RelayProcess) -> int:
-    """How many envelopes wait at the relay, which may run."""
-    with closing(sqlite3.connect(relay.data / "relay.db")) as connection:
-        (count,) = connection.execute("SELECT COUNT(*) FROM envelope WHERE held = 1").fetchone()
-    return int(count)
-
-
-def assert_views_agree(sender: NodeProcess, receiver: NodeProcess) -> None:
-    """Both have stopped: what one sent is, letter for letter, what the other one has."""
-    with closing(sqlite3.connect(sender.home / DATABASE_NAME)) as connection:
-        sent = {(each.id, each.stream, each.number): each for each in LETTER.find(connection)}
-    with closing(sqlite3.connect(receiver.home / DATABASE_NAME)) as connection:
-        mail = {(each.id, each.stream, each.number): each for each in MAIL.find(connection)}
-        ranges = connection.execute("SELECT SUM(last - first + 1) FROM stored_range").fetchone()
-    assert {each.state for each in sent.values()} == {"stored"}
-    assert set(sent) == set(mail)
-    assert all(mail[key].data == each.data for key, each in sent.items())
-    assert ranges == (len(mail),)
 
 
 def test_whoever_is_killed_every_letter_arrives_once_and_both_sides_agree(

@@ -4,8 +4,11 @@ import asyncio
 import io
 import os
 import re
+import socket
 from collections.abc import Mapping
-from typing import Final
+from contextlib import suppress
+from typing import Any, Final
+from weakref import WeakSet
 
 import aiohttp
 import msgspec
@@ -17,6 +20,8 @@ from agentmbx_protocol.queue_commands import QueueState
 
 _CHUNK_BYTES: Final = 64 * 1024
 _OK: Final = 200
+# A router that forgot a connection, or a peer that is gone, is found out while a poll waits.
+_KEEPALIVE: Final = {"TCP_KEEPIDLE": 20, "TCP_KEEPALIVE": 20, "TCP_KEEPINTVL": 5, "TCP_KEEPCNT": 4}
 
 
 class HopRefused(Exception):
@@ -64,8 +69,20 @@ class Answer(msgspec.Struct, frozen=True):
 def open_session() -> aiohttp.ClientSession:
     """A session that keeps no cookies, follows no proxy settings and expands nothing."""
     return aiohttp.ClientSession(
-        cookie_jar=aiohttp.DummyCookieJar(), trust_env=False, auto_decompress=False
+        connector=_Connector(),
+        cookie_jar=aiohttp.DummyCookieJar(),
+        trust_env=False,
+        auto_decompress=False,
     )
+
+
+def end_connections(session: aiohttp.ClientSession) -> None:
+    """End what is connected: requests under way fail at once, and the next ones connect anew.
+
+    After a change of networks nobody says that the old connections are dead.
+    """
+    if isinstance(session.connector, _Connector):
+        session.connector.end_all()
 
 
 async def post_frames(
@@ -120,6 +137,30 @@ async def exchange(
         ) from error
     except (aiohttp.ClientError, ValueError) as error:
         raise OperatingError(f"The connection to the {far_end.name} broke.", retry=True) from error
+
+
+class _Connector(aiohttp.TCPConnector):
+    """Knows its sockets, so that it can end them."""
+
+    def __init__(self) -> None:
+        super().__init__(socket_factory=self._make_plug)
+        self._plugs: WeakSet[socket.socket] = WeakSet()
+
+    def end_all(self) -> None:
+        """Shut down all that are open."""
+        for plug in list(self._plugs):
+            with suppress(OSError):
+                plug.shutdown(socket.SHUT_RDWR)
+
+    def _make_plug(self, address: tuple[Any, ...]) -> socket.socket:
+        family, kind, number, _, _ = address
+        plug = socket.socket(family, kind, number)
+        plug.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        for name, value in _KEEPALIVE.items():
+            if hasattr(socket, name):
+                plug.setsockopt(socket.IPPROTO_TCP, getattr(socket, name), value)
+        self._plugs.add(plug)
+        return plug
 
 
 async def _read_body(response: aiohttp.ClientResponse, far_end: FarEnd) -> bytes:
