@@ -1,5 +1,6 @@
 """What Linux tells about a running process: its memory, its processor time, its command line."""
 
+import contextlib
 import os
 from pathlib import Path
 
@@ -32,8 +33,11 @@ def command_line(pid: int) -> bytes:
 
 def children(pid: int) -> list[int]:
     """The processes that a process has started and that still run."""
-    tasks = Path(f"/proc/{pid}/task").iterdir()
-    return [int(word) for task in tasks for word in (task / "children").read_text().split()]
+    started: list[int] = []
+    for task in Path(f"/proc/{pid}/task").iterdir():
+        with contextlib.suppress(FileNotFoundError):
+            started += map(int, (task / "children").read_text().split())
+    return started
 
 
 def _status_bytes(pid: int, name: str) -> int:

@@ -12,7 +12,7 @@ from collections.abc import Awaitable, Callable, Iterable, Mapping
 from typing import Final
 
 import structlog
-from aiohttp import web
+from aiohttp import HttpVersion11, web
 
 from agentmbx_node.errors import OperatingError
 from agentmbx_protocol import bodies, limits
@@ -142,9 +142,16 @@ class Listener:
     async def _read(self, request: web.BaseRequest, bytes_max: int, parts: list[bytes]) -> None:
         if request.headers.get("Content-Encoding", "identity").lower() != "identity":
             raise _HttpRefusal("A body is never compressed.", 415)
-        if (request.content_length or 0) > bytes_max:
+        try:
+            length = request.content_length or 0
+        except ValueError:
+            # The parser passes thousands of zeros in front, and Python counts digits.
+            raise Malformed("The length of the body is not understood.") from None
+        if length > bytes_max:
             raise TooLarge
-        if request.headers.get("Expect", "").lower() == "100-continue":
+        if request.version >= HttpVersion11 and (
+            request.headers.get("Expect", "").lower() == "100-continue"
+        ):
             await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
             request.writer.output_size = 0
         length = 0
@@ -159,6 +166,14 @@ class Listener:
 
 
 class _Connection(web.RequestHandler):
+    def data_received(self, data: bytes) -> None:
+        """End the body of a request when its framing turns out to be broken."""
+        super().data_received(data)
+        request = self._current_request
+        if request is not None and self._messages and not request.content.is_eof():
+            # Only an error can follow a request whose body is not here.
+            request.content.set_exception(web.RequestPayloadError("the body's framing is broken"))
+
     def handle_error(
         self,
         request: web.BaseRequest,

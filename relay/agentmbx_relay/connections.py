@@ -16,7 +16,7 @@ import msgspec
 import structlog
 from aiohttp import StreamReader, web
 from aiohttp.helpers import rfc822_formatted_time
-from aiohttp.http import RawRequestMessage
+from aiohttp.http import HttpVersion11, RawRequestMessage
 
 from agentmbx_protocol import bodies, limits
 from agentmbx_protocol.errors import Malformed, Refusal, ShuttingDown, TooLarge
@@ -76,6 +76,7 @@ class Connection(web.RequestHandler):
         "_drain_bytes",
         "_drained",
         "_handler",
+        "_is_new",
         "_loop_time",
         "_parts",
         "_parts_bytes",
@@ -96,6 +97,7 @@ class Connection(web.RequestHandler):
         self._parts: list[bytes] = []
         self._parts_bytes = 0
         self._resting = True
+        self._is_new = True
         self.reading = False
         self._drained: asyncio.Event | None = None
         self._drain_bytes = DRAIN_BYTES_MAX
@@ -112,6 +114,9 @@ class Connection(web.RequestHandler):
             self._resting = False
             self.deadline = self._loop_time() + self._deadlines.head_s
         super().data_received(data)
+        if self._payload is not None and self._messages and not self._payload.is_eof():
+            # Only an error can follow a request whose body is not here, and it ends that body.
+            self._payload.set_exception(web.RequestPayloadError("the body's framing is broken"))
 
     async def start(self) -> None:
         """Answer one request after the other.
@@ -155,6 +160,8 @@ class Connection(web.RequestHandler):
         """
         if isinstance(message, RawRequestMessage):
             self._payload = payload
+            # HTTP/1.0 knows no interim answers (RFC 9110 section 10.1.1).
+            self._is_new = message.version >= HttpVersion11
             request = Request(message.method, message.path, message.headers, self)
             answer = await self._handler(request)
             unread = not payload.is_eof() or self._reading_paused
@@ -174,14 +181,14 @@ class Connection(web.RequestHandler):
 
     async def read_body(self, headers: Mapping[str, str], bytes_max: int) -> bytes:
         """The body of the request that is being answered; see `Request.read`."""
-        if int(headers.get("Content-Length", "0")) > bytes_max:
+        if _content_length(headers) > bytes_max:
             raise TooLarge
         payload = self._payload
         if payload is None or self.transport is None:
             raise ConnectionResetError
         self.reading = True
         self.deadline = self._loop_time() + self._deadlines.body_s
-        if headers.get("Expect", "").lower() == "100-continue":
+        if self._is_new and headers.get("Expect", "").lower() == "100-continue":
             self.transport.write(b"HTTP/1.1 100 Continue\r\n\r\n")
         # Emptied when the connection ends, however long others still refer to it.
         parts = self._parts
@@ -317,6 +324,14 @@ def problem_answer(refusal: Refusal, status: int, queue_state: bytes | None = No
     """A problem as an answer, without a word about the software or this machine."""
     body = bodies.problem(refusal, queue_state, status=status)
     return Answer(status, bodies.PROBLEM_MEDIA_TYPE, body)
+
+
+def _content_length(headers: Mapping[str, str]) -> int:
+    try:
+        return int(headers.get("Content-Length", "0"))
+    except ValueError as error:
+        # The parser passes thousands of zeros in front, and Python counts digits.
+        raise Malformed("The length of the body is not understood.") from error
 
 
 async def _unused(_request: web.BaseRequest) -> web.StreamResponse:

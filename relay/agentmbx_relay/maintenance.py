@@ -1,6 +1,7 @@
 """What the relay does by itself: sweep what is past its time, save its clock, look at its disk."""
 
 import asyncio
+import time
 from collections.abc import Awaitable, Callable
 from typing import Final
 
@@ -96,6 +97,7 @@ class Worker:
         """Run the loop until it returns by itself or this is cancelled."""
         pause_s = 1.0
         while True:
+            began_s = time.monotonic()
             try:
                 await self._loop()
             except Exception as error:
@@ -103,6 +105,9 @@ class Worker:
                 log.error("worker_failed", worker=self.name, exc_info=error)
             else:
                 return
+            if time.monotonic() - began_s > RESTART_S_MAX:
+                # It has worked for long since the last time, so this is no row of failures.
+                pause_s = 1.0
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, RESTART_S_MAX)
             self.failing = False

@@ -18,6 +18,8 @@ from agentmbx_relay import signature_worker as worker
 INLINE_MAX: Final = 2
 PART_MAX: Final = 16
 RESTART_S: Final = 1.0
+LOOK_S: Final = 1.0
+STUCK_S: Final = 3.0
 
 T = TypeVar("T")
 
@@ -45,18 +47,15 @@ class Signatures:
     place, without the way to another process; it is started when there is more to do at once.
     What arrives in one turn of the loop goes to it at once, without waiting for earlier answers,
     so that it is never idle while something waits; it answers in small parts, so that a commit
-    begins meanwhile. `failing` is true while the process is not to be had; then all is done in
-    place.
+    begins meanwhile. `failing` is true from the end of a process, for whatever reason, until the
+    next one is there; then all is done in place, and what the old one left is too.
     """
 
     def __init__(self, key: SigningKey) -> None:
         self._key = key
         self._waiting: list[_Job] = []
-        self._asked: deque[_Job] = deque()
-        self._answer = b""
         self._wanted = asyncio.Event()
-        self._lost = asyncio.Event()
-        self._pipe: asyncio.WriteTransport | None = None
+        self._process: _Process | None = None
         self.failing = False
 
     def verify(
@@ -71,7 +70,7 @@ class Signatures:
         return self._do(worker.CHECK, records, _verdicts, alone=alone)
 
     def sign(self, message: bytes, *, alone: bool) -> asyncio.Future[bytes]:
-        """The relay's 64-byte signature of `message`; see `verify`."""
+        """The relay's 64-byte signature of a frame's `message`; see `verify`."""
         return self._do(worker.SIGN, [message], bytes, alone=alone)
 
     def _do(
@@ -100,84 +99,123 @@ class Signatures:
         await self._wanted.wait()
         while True:
             try:
-                await self._keep_process()
-            except OSError as error:
-                log.error("signature_process_failed", error=type(error).__name__)
+                reason = await self._keep_process()
+            except Exception as error:  # noqa: BLE001 - no way to fail may leave callers waiting
+                reason = type(error).__name__
             self.failing = True
-            self._do_all_here()
+            log.error("signature_process_failed", reason=reason)
+            left, self._waiting = self._waiting, []
+            for job in left:
+                self._do_here(job)
             await asyncio.sleep(RESTART_S)
-            self.failing = False
 
-    async def _keep_process(self) -> None:
-        self._lost.clear()
+    async def _keep_process(self) -> str:
+        """Run one process until it ends or answers no more; why it is over."""
+        process = _Process()
         transport, _ = await asyncio.get_running_loop().subprocess_exec(
-            lambda: _Answers(self), sys.executable, "-m", worker.__name__, stderr=None
+            lambda: process, sys.executable, "-m", worker.__name__, stderr=None
         )
         try:
-            self._pipe = cast("asyncio.WriteTransport", transport.get_pipe_transport(0))
-            self._pipe.write(self._key.secret)
+            process.begin(
+                cast("asyncio.WriteTransport", transport.get_pipe_transport(0)), self._key
+            )
+            self._process, self.failing = process, False
             self._ask()
-            await self._lost.wait()
-            log.error("signature_process_failed", error="it ended")
+            return await process.watch()
         finally:
-            self._pipe = None
+            self._process = None
+            self._waiting = [*process.give_up(), *self._waiting]
             with contextlib.suppress(ProcessLookupError):
                 transport.kill()
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(LOOK_S):
+                    await process.exited.wait()
             transport.close()
 
     def _ask(self) -> None:
-        if self._pipe is None or not self._waiting:
+        if self._process is None or not self._waiting:
             return
         jobs, self._waiting = self._waiting, []
-        parts: list[bytes] = []
-        # Signatures first: they are short, and the last thing that an answer waits for.
-        for task in (worker.SIGN, worker.CHECK):
-            same = [job for job in jobs if job.task == task]
-            self._asked.extend(same)
-            records = [record for job in same for record in job.records]
-            for at in range(0, len(records), PART_MAX):
-                part = records[at : at + PART_MAX]
-                parts += [worker.HEAD.pack(task, len(part), len(part[0])), *part]
-        self._pipe.write(b"".join(parts))
-
-    def answered(self, data: bytes) -> None:
-        """Take the next answers, in the order in which they were asked for."""
-        data, at = self._answer + data, 0
-        while self._asked and at + (length := self._asked[0].answer_bytes) <= len(data):
-            self._asked.popleft().settle(data[at : at + length])
-            at += length
-        self._answer = data[at:]
-
-    def lost(self) -> None:
-        """Say that the process has ended."""
-        self._lost.set()
-
-    def _do_all_here(self) -> None:
-        left, self._waiting = [*self._asked, *self._waiting], []
-        self._asked.clear()
-        self._answer = b""
-        for job in left:
-            self._do_here(job)
+        self._process.ask(jobs)
 
     def _do_here(self, job: _Job) -> None:
         do = self._key.sign if job.task == worker.SIGN else worker.check
         job.settle(b"".join(map(do, job.records)))
 
 
-class _Answers(asyncio.SubprocessProtocol):
-    def __init__(self, signatures: Signatures) -> None:
-        self._signatures = signatures
+class _Process(asyncio.SubprocessProtocol):
+    """One process from its start to its end; what it was asked and what it answers end with it."""
+
+    def __init__(self) -> None:
+        self._asked: deque[_Job] = deque()
+        self._answer = b""
+        self._pipe: asyncio.WriteTransport | None = None
+        self._ended = asyncio.Event()
+        self.exited = asyncio.Event()
+        self._loop_time = asyncio.get_running_loop().time
+        self._moved_s = self._loop_time()
+
+    def begin(self, pipe: asyncio.WriteTransport, key: SigningKey) -> None:
+        """Give it the secret key, by the pipe to it."""
+        self._pipe = pipe
+        self._write(key.secret)
+
+    def ask(self, jobs: Sequence[_Job]) -> None:
+        """Send it these jobs, behind those that it has."""
+        if not self._asked:
+            self._moved_s = self._loop_time()
+        parts: list[bytes] = []
+        # Signatures first: they are short, and the last thing that an answer waits for.
+        for task in (worker.SIGN, worker.CHECK):
+            same = [job for job in jobs if job.task == task]
+            self._asked.extend(same)
+            # All of one task have one length, since what is signed is always a digest.
+            records = [record for job in same for record in job.records]
+            for at in range(0, len(records), PART_MAX):
+                part = records[at : at + PART_MAX]
+                parts += [worker.HEAD.pack(task, len(part), len(part[0])), *part]
+        self._write(b"".join(parts))
+
+    async def watch(self) -> str:
+        """Return when it has ended, or has answered nothing for a while though it was asked."""
+        while not self._ended.is_set():
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(LOOK_S):
+                    await self._ended.wait()
+            if self._asked and self._loop_time() - self._moved_s > STUCK_S:
+                return "it answers no more"
+        return "it ended"
+
+    def give_up(self) -> list[_Job]:
+        """What it has not answered; whatever still comes of it is dropped."""
+        left = list(self._asked)
+        self._asked.clear()
+        return left
 
     def pipe_data_received(self, fd: int, data: bytes) -> None:
+        """Take the next answers, in the order in which they were asked for."""
         del fd
-        self._signatures.answered(data)
+        self._moved_s = self._loop_time()
+        data, at = self._answer + data, 0
+        while self._asked and at + (length := self._asked[0].answer_bytes) <= len(data):
+            self._asked.popleft().settle(data[at : at + length])
+            at += length
+        self._answer = data[at:]
 
     def pipe_connection_lost(self, fd: int, exc: Exception | None) -> None:
+        """It has ended, or is about to."""
         del fd, exc
-        self._signatures.lost()
+        self._ended.set()
 
     def process_exited(self) -> None:
-        self._signatures.lost()
+        """It has ended."""
+        self._ended.set()
+        self.exited.set()
+
+    def _write(self, data: bytes) -> None:
+        # Writing to a pipe that is closed would raise; what was asked is given up with the rest.
+        if self._pipe is not None and not self._pipe.is_closing():
+            self._pipe.write(data)
 
 
 def _verdicts(answer: bytes) -> list[Verdict]:

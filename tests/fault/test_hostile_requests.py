@@ -321,3 +321,27 @@ async def test_requests_that_pile_up_behind_a_long_poll_take_no_memory(
 async def _send_many(connection: RawConnection, data: bytes, times: int) -> None:
     for _ in range(times):
         await connection.send(data)
+
+
+async def test_chunks_that_break_in_the_middle_are_answered_at_once(relay: RelayProcess) -> None:
+    head = request("/v1/collect", b"", headers=[("Transfer-Encoding", "chunked")])
+    with await RawConnection.open(relay.url) as connection:
+        await connection.send(head + b"3\r\nabc\r\n")
+        await asyncio.sleep(0.2)
+        async with asyncio.timeout(5):
+            answer = await connection.ask(b"zz\r\n")
+    assert (answer.status, answer.problem()) == (400, "malformed")
+
+
+async def test_a_length_of_thousands_of_digits_is_malformed(relay: RelayProcess) -> None:
+    data = request("/v1/collect", b"abc", headers=[("Content-Length", "0" * 5000 + "3")])
+    with await RawConnection.open(relay.url) as connection:
+        answer = await connection.ask(data)
+    assert (answer.status, answer.problem()) == (400, "malformed")
+    assert "request_failed" not in relay.log()
+
+
+async def test_an_old_client_gets_no_interim_answer(relay: RelayProcess) -> None:
+    data = request("/v1/collect", b"abc", headers=[("Expect", "100-continue")], version="1.0")
+    with await RawConnection.open(relay.url) as connection:
+        assert (await connection.ask(data)).status == 400

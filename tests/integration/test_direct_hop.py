@@ -489,6 +489,34 @@ async def test_a_body_that_is_expected_is_asked_for() -> None:
         assert machine.deposits == [b"body"]
 
 
+async def test_an_old_client_gets_no_interim_answer() -> None:
+    data = request("/v1/deposit", b"body", headers=[("Expect", "100-continue")], version="1.0")
+    async with listening() as (_, port):
+        with await RawConnection.open(f"http://127.0.0.1:{port}") as connection:
+            assert (await connection.ask(data)).status == 200
+
+
+async def test_chunks_that_break_in_the_middle_are_answered_at_once() -> None:
+    head = request("/v1/deposit", b"", headers=[("Transfer-Encoding", "chunked")])
+    async with listening() as (machine, port):
+        with await RawConnection.open(f"http://127.0.0.1:{port}") as connection:
+            await connection.send(head + b"3\r\nabc\r\n")
+            await asyncio.sleep(0.2)
+            async with asyncio.timeout(5):
+                answer = await connection.ask(b"zz\r\n")
+        assert (answer.status, answer.problem()) == (400, "malformed")
+        assert machine.deposits == []
+
+
+async def test_a_length_of_thousands_of_digits_is_malformed() -> None:
+    data = request("/v1/deposit", b"abc", headers=[("Content-Length", "0" * 5000 + "3")])
+    async with listening() as (machine, port):
+        with await RawConnection.open(f"http://127.0.0.1:{port}") as connection:
+            answer = await connection.ask(data)
+        assert (answer.status, answer.problem()) == (400, "malformed")
+        assert machine.deposits == []
+
+
 async def test_a_body_that_takes_too_long_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(node_listener, "BODY_S", 0.3)
     head = request("/v1/deposit", b"", headers=[("Content-Length", "1000")])
