@@ -7,10 +7,11 @@ import structlog
 
 from agentmbx_node import inbox
 from agentmbx_node.clock import Clock
+from agentmbx_node.courier import Courier
 from agentmbx_node.inbox import Fate, Receipt
 from agentmbx_node.keyring import Keyring
 from agentmbx_node.store.database import Database, StoreFailed
-from agentmbx_node.store.rows import PEER
+from agentmbx_node.store.rows import PEER, Peer
 from agentmbx_protocol import bodies, custody, limits
 from agentmbx_protocol.custody import StoredFact
 from agentmbx_protocol.envelope import Envelope, parse_envelope
@@ -20,28 +21,28 @@ log = structlog.get_logger("agentmbx.node")
 
 
 class Arrivals:
-    """Takes envelopes from either way; `arrived` is told whose they were and if mail came."""
+    """Takes envelopes from either way; `arrived` is told whose they were and if mail came.
+
+    `courier_of` knows whose letters go to the peer that signs with a key.
+    """
 
     def __init__(
         self,
         database: Database,
         keyring: Keyring,
         clock: Clock,
+        courier_of: Callable[[bytes], Courier | None],
         arrived: Callable[[Collection[Receipt]], None],
     ) -> None:
         self._database = database
         self._keyring = keyring
         self._clock = clock
+        self._courier_of = courier_of
         self._arrived = arrived
 
     async def take(self, parcels: Sequence[Envelope], way: str) -> Sequence[Receipt]:
         """The fate of each, durable; raises `StoreFailed`."""
-
-        def work(connection: sqlite3.Connection) -> list[Receipt]:
-            return inbox.receive(connection, self._keyring, parcels, self._clock.now(), way)
-
-        receipts = await self._database.write(work)
-        self._arrived(receipts)
+        receipts, _ = await self._take(parcels, way)
         return receipts
 
     async def answer_deposit(self, body: bytes) -> bytes:
@@ -51,7 +52,7 @@ class Arrivals:
         """
         parcels = _parse(body)
         try:
-            receipts = await self.take(parcels, "direct")
+            receipts, peer = await self._take(parcels, "direct")
         except StoreFailed as error:
             log.error("direct_deposit_failed", reason=str(error))
             raise (RelayFull if error.is_full else Unavailable)(retry_after_s=60) from error
@@ -67,11 +68,25 @@ class Arrivals:
         ]
         if not facts:
             raise refused[0].refusal
-        peer = await self._database.read(lambda connection: PEER.get(connection, receipts[0].peer))
         if peer is None:
             raise NoSuchQueue
         statement = custody.make_stored(self._keyring.pair_key(peer.salt), facts)
         return bodies.make_deposit_answer(statement, refused)
+
+    async def _take(
+        self, parcels: Sequence[Envelope], way: str
+    ) -> tuple[Sequence[Receipt], Peer | None]:
+        """The fates, and the peer that the first envelope came from."""
+
+        def work(connection: sqlite3.Connection) -> tuple[list[Receipt], Peer | None]:
+            receipts = inbox.receive(connection, self._keyring, parcels, self._clock.now(), way)
+            return receipts, PEER.get(connection, receipts[0].peer) if receipts else None
+
+        # What came by a relay is confirmed by a state letter, which may leave with this commit.
+        courier = self._courier_of(parcels[0].signer) if way == "relay" else None
+        receipts, peer = await (courier.submit(work) if courier else self._database.write(work))
+        self._arrived(receipts)
+        return receipts, peer
 
 
 def _parse(body: bytes) -> list[Envelope]:

@@ -81,13 +81,15 @@ class Collector:
     async def run(self) -> None:
         """Register and collect until the queue is retired, superseded or this is cancelled."""
         while True:
-            row = await self._database.read(lambda connection: QUEUE.get(connection, self._queue))
+            row, senders = await self._database.read(
+                lambda connection: (QUEUE.get(connection, self._queue), _senders(connection))
+            )
             if row is None or row.state == "retired" or row.error == SUPERSEDED:
                 return
             began_ms = self._clock.now().age_ms
             self._brought = False
             try:
-                pause_ms = await self._step(row) or self._pace(began_ms)
+                pause_ms = await self._step(row, senders) or self._pace(began_ms)
             except StoreFailed as error:
                 # What is not acked comes again (N4); a full disk takes nothing until there is room.
                 log.error("collect_failed", reason=str(error))
@@ -105,12 +107,11 @@ class Collector:
         over = self._quick_steps - QUICK_STEPS_MAX
         return min(PAUSE_MS_MIN << min(over, 10), QUICK_PAUSE_MS_MAX) if over > 0 else 0
 
-    async def _step(self, row: QueueRow) -> int:
+    async def _step(self, row: QueueRow, senders: Sequence[bytes]) -> int:
         """One command to the relay; how long to pause after it."""
         hop = RelayHop(self._session, row.url, row.relay_key)
         key = self._keyring.queue_key(row.salt)
         try:
-            senders = await self._database.read(_senders)
             if row.state == "new" or row.senders_digest != senders_digest(senders):
                 await self._register(hop, key, row, senders)
             else:
@@ -157,7 +158,7 @@ class Collector:
     ) -> int:
         acks, rest = self._acks[: limits.COLLECT_ACKS_MAX], self._acks[limits.COLLECT_ACKS_MAX :]
         is_done = row.state == "draining" and await self._database.read(_is_replaced)
-        wait_s = 0 if acks or is_done else WAIT_S
+        wait_s = 0 if rest or is_done else WAIT_S
         command = Collect(
             queue=key.public,
             relay=row.relay_key,

@@ -12,6 +12,7 @@ from typing import Final
 
 import msgspec
 import structlog
+import uvloop
 
 from agentmbx_node.control.requests import Requests
 from agentmbx_node.control.server import ControlServer
@@ -49,7 +50,7 @@ def run(home: Path, options: UpOptions) -> None:
             ],
             logger_factory=structlog.PrintLoggerFactory(sys.stderr),
         )
-        asyncio.run(_run(home, options))
+        uvloop.run(_run(home, options))
 
 
 async def _run(home: Path, options: UpOptions) -> None:

@@ -71,7 +71,10 @@ class RunningMachine:
         self.clock = Clock(machine.age_ms, machine.wall_ms)
         self.session = session
         self.changes = Changes()
-        self.arrivals = Arrivals(self.database, keyring, self.clock, self._arrived)
+        self._by_key: dict[bytes, Courier] = {}
+        self.arrivals = Arrivals(
+            self.database, keyring, self.clock, self._by_key.get, self._arrived
+        )
         self.listens_at: tuple[str, int] | None = None
         self.stopping = asyncio.Event()
         self._advertise = advertise
@@ -91,6 +94,15 @@ class RunningMachine:
     async def write(self, work: Callable[[sqlite3.Connection], T]) -> T:
         """See `Database.write`; what looks at the store is told."""
         result = await self.database.write(work)
+        self.changes.tell()
+        return result
+
+    async def submit(self, peer: int, work: Callable[[sqlite3.Connection], T]) -> T:
+        """`write` of a letter to the peer, which leaves at once if nothing is on the way there."""
+        courier = self._couriers.get(peer)
+        if courier is None:
+            return await self.write(work)
+        result = await courier.submit(work)
         self.changes.tell()
         return result
 
@@ -139,8 +151,10 @@ class RunningMachine:
         for peer in {receipt.peer for receipt in receipts if receipt.peer}:
             self.ring_courier(peer)
         self.changes.tell()
-        # A state letter may have shown that this machine's card is to be made anew.
-        self._parts_changed.ring()
+        if not all(receipt.is_new for receipt in receipts):
+            # A state letter may have shown that this machine's card is to be made anew, and mail
+            # from one who left that a courier must say bye again; new mail changes no part.
+            self._parts_changed.ring()
 
     async def _keep_loops(self) -> None:
         while True:
@@ -154,11 +168,11 @@ class RunningMachine:
                 log.error("store_failed", reason=str(error))
 
     async def _match_loops(self) -> None:
-        peers = await self.database.read(
-            lambda connection: PEER.find(connection, "WHERE state != 'left'")
-        )
-        queues = await self.database.read(
-            lambda connection: QUEUE.find(connection, "WHERE state != 'retired'")
+        peers, queues = await self.database.read(
+            lambda connection: (
+                PEER.find(connection, "WHERE state != 'left'"),
+                QUEUE.find(connection, "WHERE state != 'retired'"),
+            )
         )
         for peer in peers:
             number = peer.id or 0
@@ -179,6 +193,8 @@ class RunningMachine:
             loop = self._loops.pop(("courier", number), None)
             if loop is not None:
                 loop.cancel()
+        self._by_key.clear()
+        self._by_key.update((peer.pair_key, self._couriers[peer.id or 0]) for peer in peers)
 
     def _keep(self, kind: str, number: int, run: Callable[[], Awaitable[None]]) -> None:
         loop = self._loops.get((kind, number))

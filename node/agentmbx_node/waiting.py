@@ -1,6 +1,10 @@
 """Waiting that counts suspend, and ends early when there is something to do."""
 
+from __future__ import annotations
+
 import asyncio
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from typing import Final
 
 from agentmbx_node.clock import since_boot_ms
@@ -41,22 +45,37 @@ class Changes:
     """Tells those who look at the store that it has changed."""
 
     def __init__(self) -> None:
-        self._waiters: set[asyncio.Event] = set()
+        self._watches: set[Watch] = set()
 
     def tell(self) -> None:
         """Let everybody look again."""
-        for event in self._waiters:
-            event.set()
+        for watch in self._watches:
+            watch.tell()
 
-    async def wait(self, delay_s: float) -> bool:
-        """Whether something changed within `delay_s`."""
-        event = asyncio.Event()
-        self._waiters.add(event)
+    @contextmanager
+    def watch(self) -> Iterator[Watch]:
+        """Begin before the first look, so that no change is missed between a look and a wait."""
+        watch = Watch()
+        self._watches.add(watch)
         try:
-            async with asyncio.timeout(max(delay_s, 0)):
-                await event.wait()
-        except TimeoutError:
-            return False
+            yield watch
         finally:
-            self._waiters.discard(event)
-        return True
+            self._watches.discard(watch)
+
+
+class Watch:
+    """What one watcher has been told and has not looked at yet."""
+
+    def __init__(self) -> None:
+        self._changed = asyncio.Event()
+
+    def tell(self) -> None:
+        """End the wait that is on, or the next one."""
+        self._changed.set()
+
+    async def wait(self, delay_s: float) -> None:
+        """Return when something has changed since the last wait, or after `delay_s`."""
+        with suppress(TimeoutError):
+            async with asyncio.timeout(max(delay_s, 0)):
+                await self._changed.wait()
+        self._changed.clear()

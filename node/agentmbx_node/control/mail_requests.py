@@ -3,7 +3,6 @@
 import sqlite3
 import time
 from collections.abc import AsyncGenerator, Mapping
-from functools import partial
 from typing import Any, Final
 
 from agentmbx_node import outbox
@@ -13,7 +12,7 @@ from agentmbx_node.machine import RunningMachine
 from agentmbx_node.mail import listing, message
 from agentmbx_node.mail.message import Message
 from agentmbx_node.peers import find_peer, paired
-from agentmbx_node.store.rows import LETTER, LetterRow, machine_of
+from agentmbx_node.store.rows import LetterRow, machine_of
 
 WAIT_S_MAX: Final = 3600.0
 REACHED: Final[Mapping[str, tuple[str, ...]]] = {
@@ -46,34 +45,33 @@ class MailRequests:
         key = request.get("key")
 
         def work(connection: sqlite3.Connection) -> LetterRow:
-            peer = find_peer(connection, peer_name)
             return outbox.submit(
                 connection,
-                peer,
+                find_peer(connection, peer_name),
                 content_type=message.CONTENT_TYPE,
                 content=content,
                 now=self._now(),
                 retry_key=str(key) if key else None,
             )
 
-        row = await self._machine.write(work)
-        self._machine.ring_courier(row.peer)
-        wanted = REACHED.get(str(request.get("wait") or ""))
-        ends_s = time.monotonic() + WAIT_S_MAX
-        while wanted is not None and row.state not in wanted:
-            left_s = ends_s - time.monotonic()
-            if left_s <= 0:
-                break
-            await self._machine.changes.wait(left_s)
-            seen = row.state
-            row = await self._machine.database.read(partial(_current, row))
-            if row.state != seen:
-                yield {"event": "state", "state": row.state, "way": row.way}
-        now = self._now()
-        (letter,) = await self._machine.database.read(
-            lambda c: listing.sent(c, now, row.id, only_open=False)
+        peer = await self._machine.database.read(
+            lambda connection: find_peer(connection, peer_name)
         )
-        yield {"id": row.id, "state": row.state, "letter": letter}
+        row = await self._machine.submit(peer.id or 0, work)
+        wanted = REACHED.get(str(request.get("wait") or ""), ())
+        ends_s = time.monotonic() + WAIT_S_MAX
+        with self._machine.changes.watch() as watch:
+            seen = row.state
+            while True:
+                (letter,) = await self._sent(row.id)
+                if wanted and letter["state"] != seen:
+                    seen = str(letter["state"])
+                    yield {"event": "state", "state": seen, "way": letter["way"]}
+                left_s = ends_s - time.monotonic()
+                if not wanted or seen in wanted or left_s <= 0:
+                    break
+                await watch.wait(left_s)
+        yield {"id": row.id, "state": letter["state"], "letter": letter}
 
     async def inbox(self, request: dict[str, Any]) -> AsyncGenerator[Step, None]:
         """All mail, or that of one name."""
@@ -95,23 +93,12 @@ class MailRequests:
 
     async def sent(self, request: dict[str, Any]) -> AsyncGenerator[Step, None]:
         """Letters that were sent, or one of them."""
-        letter_id, now = request.get("id"), self._now()
-        yield {
-            "letters": await self._machine.database.read(
-                lambda c: listing.sent(
-                    c, now, str(letter_id) if letter_id else None, only_open=False
-                )
-            )
-        }
+        letter_id = request.get("id")
+        yield {"letters": await self._sent(str(letter_id) if letter_id else None)}
 
     async def outbox(self, _request: dict[str, Any]) -> AsyncGenerator[Step, None]:
         """Letters that have not ended."""
-        now = self._now()
-        yield {
-            "letters": await self._machine.database.read(
-                lambda c: listing.sent(c, now, None, only_open=True)
-            )
-        }
+        yield {"letters": await self._sent(None, only_open=True)}
 
     async def outbox_retry(self, request: dict[str, Any]) -> AsyncGenerator[Step, None]:
         """Try all that waits at once."""
@@ -141,9 +128,13 @@ class MailRequests:
         self._machine.ring_courier(row.peer)
         yield {"id": row.id, "state": row.state, "may_still_arrive": may_arrive}
 
+    async def _sent(
+        self, letter_id: str | None, *, only_open: bool = False
+    ) -> list[listing.Document]:
+        now = self._now()
+        return await self._machine.database.read(
+            lambda connection: listing.sent(connection, now, letter_id, only_open=only_open)
+        )
+
     def _now(self) -> Now:
         return self._machine.clock.now()
-
-
-def _current(row: LetterRow, connection: sqlite3.Connection) -> LetterRow:
-    return LETTER.get(connection, row.id) or row

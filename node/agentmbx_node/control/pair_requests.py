@@ -85,21 +85,25 @@ class PairRequests:
         ends_s = time.monotonic() + tokens.TOKEN_MS / 1000
         yield {"event": "line", "line": tokens.line(addresses, token)}
         try:
-            while time.monotonic() < ends_s:
-                for event in self._take_events(named):
-                    if event.kind is EventKind.PAIRED:
-                        yield await self._paired(event.identity)
-                        return
-                    yield {
-                        "event": "refused",
-                        "reason": REASONS[event.kind],
-                        "fingerprint": fingerprint(event.identity),
-                    }
-                    if event.kind is EventKind.WORN_OUT:
-                        raise Failure(
-                            "refused", "The line was ended.", "`agentmbx pair` makes a new one.", 3
-                        )
-                await machine.changes.wait(LOOK_S)
+            with machine.changes.watch() as watch:
+                while time.monotonic() < ends_s:
+                    for event in self._take_events(named):
+                        if event.kind is EventKind.PAIRED:
+                            yield await self._paired(event.identity)
+                            return
+                        yield {
+                            "event": "refused",
+                            "reason": REASONS[event.kind],
+                            "fingerprint": fingerprint(event.identity),
+                        }
+                        if event.kind is EventKind.WORN_OUT:
+                            raise Failure(
+                                "refused",
+                                "The line was ended.",
+                                "`agentmbx pair` makes a new one.",
+                                3,
+                            )
+                    await watch.wait(LOOK_S)
         finally:
             self._tokens.end(named)
         raise Failure(

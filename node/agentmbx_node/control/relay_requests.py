@@ -53,31 +53,34 @@ class RelayRequests:
     async def _wait_registered(self, number: int) -> None:
         machine = self._machine
         ends_s = time.monotonic() + REGISTER_S
-        while True:
-            row = await machine.database.read(lambda connection: QUEUE.get(connection, number))
-            if row is not None and row.state == "live":
-                return
-            left_s = ends_s - time.monotonic()
-            if row is None or row.error or left_s <= 0:
-                await machine.write(lambda connection: relays.give_up(connection, number))
-                text = row.error if row is not None and row.error else "it does not answer"
-                raise Failure(
-                    "relay_refused",
-                    f"The relay made no queue: {text.rstrip('.')}. What was set before stays.",
-                    "`agentmbx relay probe URL#KEY.INVITE` says more.",
-                    3,
-                )
-            await machine.changes.wait(left_s)
+        with machine.changes.watch() as watch:
+            while True:
+                row = await machine.database.read(lambda connection: QUEUE.get(connection, number))
+                if row is not None and row.state == "live":
+                    return
+                left_s = ends_s - time.monotonic()
+                if row is None or row.error or left_s <= 0:
+                    break
+                await watch.wait(left_s)
+        await machine.write(lambda connection: relays.give_up(connection, number))
+        text = row.error if row is not None and row.error else "it does not answer"
+        raise Failure(
+            "relay_refused",
+            f"The relay made no queue: {text.rstrip('.')}. What was set before stays.",
+            "`agentmbx relay probe URL#KEY.INVITE` says more.",
+            3,
+        )
 
     async def _wait_told(self) -> tuple[list[str], list[str]]:
         machine = self._machine
         ends_s = time.monotonic() + TOLD_S
-        while True:
-            told, waiting = await machine.database.read(_who_knows)
-            left_s = ends_s - time.monotonic()
-            if not waiting or left_s <= 0:
-                return told, waiting
-            await machine.changes.wait(left_s)
+        with machine.changes.watch() as watch:
+            while True:
+                told, waiting = await machine.database.read(_who_knows)
+                left_s = ends_s - time.monotonic()
+                if not waiting or left_s <= 0:
+                    return told, waiting
+                await watch.wait(left_s)
 
     async def relay_unset(self, _request: dict[str, Any]) -> AsyncGenerator[Step, None]:
         """Use no relay any more; what one still holds is collected first."""

@@ -248,7 +248,9 @@ def deposit(server: Side, *parcels: Envelope, disk: bool = True) -> bytes:
         database = Database(server.connection)
         if not disk:
             server.connection.execute("PRAGMA query_only = ON")
-        arrivals = Arrivals(database, server.keyring, Clock(server.age_ms, 0), lambda _: None)
+        arrivals = Arrivals(
+            database, server.keyring, Clock(server.age_ms, 0), lambda _: None, lambda _: None
+        )
         try:
             return await arrivals.answer_deposit(
                 bodies.join_frames(parcel.frame.data for parcel in parcels)
