@@ -78,10 +78,21 @@ async def _run(home: Path, options: UpOptions) -> None:
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             loop.add_signal_handler(number, machine.stopping.set)
         log.info("node_ready")
-        stopping = asyncio.create_task(machine.stopping.wait())
-        await asyncio.wait([stopping, running], return_when=asyncio.FIRST_COMPLETED)
-        stopping.cancel()
+        ends = [
+            asyncio.create_task(each.wait()) for each in (machine.stopping, machine.database.broken)
+        ]
+        await asyncio.wait([*ends, running], return_when=asyncio.FIRST_COMPLETED)
+        for each in ends:
+            each.cancel()
         log.info("node_stopping")
+    if machine.database.broken.is_set():
+        raise Failure(
+            "store_failed",
+            "The disk failed under the machine's database, so the daemon stopped. What it called "
+            "stored or sent is kept.",
+            "Check the disk, then `agentmbx up`.",
+            1,
+        )
 
 
 async def _end(running: asyncio.Task[None]) -> None:

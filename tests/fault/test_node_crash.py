@@ -16,10 +16,10 @@ from scene import seeded
 from two_machines import TwoMachines, eventually
 from views import assert_views_agree, held_count
 
-STORM_S = 30.0
+STORM_S = 120.0
 SETTLE_S = 60.0
 LETTERS_MIN = 200
-KILLS_MIN = 8
+KILLS_MIN = 40
 
 
 class Story(msgspec.Struct):

@@ -5,7 +5,7 @@ import os
 import sqlite3
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import closing
+from contextlib import closing, suppress
 from importlib import resources
 from pathlib import Path
 from typing import Final, TypeVar, cast
@@ -25,13 +25,20 @@ Work = Callable[[sqlite3.Connection], T]
 
 
 class StoreFailed(Failure):
-    """A commit did not happen; `is_full` says that the disk has no room, else it may be broken."""
+    """A commit did not happen; `is_full` says that the disk has no room."""
 
     def __init__(self, text: str, *, is_full: bool) -> None:
         step = "Make room, then do it again." if is_full else "Check the disk."
         code = "disk_full" if is_full else "store_failed"
         super().__init__(code, f"Nothing was changed: {text}.", step, 1)
         self.is_full = is_full
+
+
+class StoreBroken(StoreFailed):
+    """The disk failed; what was written may be there or not, so nothing is taken any more."""
+
+    def __init__(self, text: str) -> None:
+        super().__init__(text, is_full=False)
 
 
 class _Waiting(msgspec.Struct):
@@ -43,7 +50,8 @@ class Database:
     """The one writer of the file.
 
     What `write` returns is durable. All work that has come while the last commit ran shares the
-    next one; each piece runs whole or, when it raises, leaves nothing behind.
+    next one; each piece runs whole or, when it raises, leaves nothing behind. `broken` is set when
+    the disk has failed: only a start anew, which syncs the file first, may go on (rule 1).
     """
 
     def __init__(self, connection: sqlite3.Connection) -> None:
@@ -51,12 +59,15 @@ class Database:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="store")
         self._waiting: list[_Waiting] = []
         self._running: asyncio.Task[None] | None = None
+        self.broken = asyncio.Event()
 
     async def write(self, work: Work[T]) -> T:
         """What `work` returns, once it is on the disk.
 
         Raises what `work` raises, or `StoreFailed` when the commit did not happen.
         """
+        if self.broken.is_set():
+            raise StoreBroken("the disk has failed")
         done: asyncio.Future[object] = asyncio.get_running_loop().create_future()
         self._waiting.append(_Waiting(work, done))
         if self._running is None:
@@ -66,7 +77,15 @@ class Database:
     async def read(self, work: Work[T]) -> T:
         """What `work` returns of the committed state; it must not write."""
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._thread, work, self._connection)
+        try:
+            return await loop.run_in_executor(self._thread, work, self._connection)
+        except sqlite3.Error as error:
+            if isinstance(error, _BUGS):
+                raise
+            failure = _translate(error)
+            if isinstance(failure, StoreBroken):
+                self.broken.set()
+            raise failure from error
 
     async def close(self) -> None:
         """Finish what waits, then close the file."""
@@ -82,7 +101,12 @@ class Database:
                 batch = self._waiting[:BATCH_WORKS_MAX]
                 del self._waiting[:BATCH_WORKS_MAX]
                 works = [each.work for each in batch]
-                outcomes = await loop.run_in_executor(self._thread, self._commit, works)
+                try:
+                    outcomes = await loop.run_in_executor(self._thread, self._commit, works)
+                except Exception as error:  # noqa: BLE001 - a bug, but nobody may wait for ever
+                    outcomes = [error] * len(works)
+                if isinstance(outcomes[0], StoreBroken):
+                    self.broken.set()
                 for each, outcome in zip(batch, outcomes, strict=True):
                     if each.done.done():
                         continue
@@ -110,8 +134,9 @@ class Database:
                 connection.execute("RELEASE piece")
             connection.execute("COMMIT")
         except sqlite3.Error as error:
-            if connection.in_transaction:
-                connection.execute("ROLLBACK")
+            with suppress(sqlite3.Error):
+                if connection.in_transaction:
+                    connection.execute("ROLLBACK")
             return [_translate(error)] * len(works)
         return outcomes
 
@@ -194,7 +219,9 @@ def _is_full(error: sqlite3.Error) -> bool:
 
 
 def _translate(error: sqlite3.Error) -> StoreFailed:
-    is_full = _is_full(error)
-    text = "the disk is full" if is_full else "the store failed"
     name = getattr(error, "sqlite_errorname", type(error).__name__)
-    return StoreFailed(f"{text} ({name})", is_full=is_full)
+    if _is_full(error):
+        return StoreFailed(f"the disk is full ({name})", is_full=True)
+    if getattr(error, "sqlite_errorcode", 0) & 0xFF == sqlite3.SQLITE_BUSY:
+        return StoreFailed(f"another process keeps the store locked ({name})", is_full=False)
+    return StoreBroken(f"the disk failed ({name})")

@@ -47,7 +47,7 @@ def fates(receiver: Side, *parcels: Envelope, way: str = "relay") -> list[Fate]:
     return [receipt.fate for receipt in receiver.receive(parcels, way)]
 
 
-def test_a_letter_is_stored_once_however_often_and_by_whichever_way_it_comes(
+def test_rule_6_a_letter_is_stored_once_however_often_and_by_whichever_way_it_comes(
     sides: tuple[Side, Side],
 ) -> None:
     """Rule 6: (pairing, stream, number) is stored at most once, ever."""
@@ -64,8 +64,8 @@ def test_only_the_first_copy_is_news(sides: tuple[Side, Side]) -> None:
     assert [receipt.is_new for receipt in receipts] == [True, False]
 
 
-def test_a_late_retry_long_after_is_still_a_duplicate(sides: tuple[Side, Side]) -> None:
-    """X4, rule 6: also when the sender has long called the number confirmed."""
+def test_rule_6_a_late_retry_long_after_is_still_a_duplicate(sides: tuple[Side, Side]) -> None:
+    """X4: also when the sender has long called the number confirmed."""
     laptop, server = sides
     row = laptop.send(b"one")
     begun = laptop.begin_round()
@@ -84,7 +84,7 @@ def test_a_late_retry_long_after_is_still_a_duplicate(sides: tuple[Side, Side]) 
     assert server.contents() == [b"one", b"two"]
 
 
-def test_the_same_number_with_other_bytes_is_refused_and_stored_nowhere(
+def test_rule_6_the_same_number_with_other_bytes_is_refused_and_stored_nowhere(
     sides: tuple[Side, Side],
 ) -> None:
     """Rule 6: the refusal stands in a state letter, and the sender opens a new stream."""
@@ -135,7 +135,7 @@ def test_numbers_in_any_order_become_one_range(
     assert not ranges.is_stored(server.connection, 1, STREAM, 4)
 
 
-def test_a_letter_that_arrives_past_its_lifetime_is_stored_and_marked_late(
+def test_rule_7_a_letter_that_arrives_past_its_lifetime_is_stored_and_marked_late(
     sides: tuple[Side, Side],
 ) -> None:
     """Rule 7: no clock can lose mail."""
@@ -219,7 +219,7 @@ def test_a_peer_whose_pairing_is_over_is_told_bye_and_its_letter_is_not_taken(
     assert not server.mail()
 
 
-def test_a_bye_is_not_answered_with_a_bye(sides: tuple[Side, Side]) -> None:
+def test_rule_9_a_bye_is_not_answered_with_a_bye(sides: tuple[Side, Side]) -> None:
     """Rule 9: message exchanges end."""
     laptop, server = sides
     server.change_peer(state="left", leave_age_ms=server.age_ms + DAY)
@@ -241,10 +241,16 @@ def test_a_pairing_that_is_over_for_90_days_is_over(sides: tuple[Side, Side]) ->
     assert server.peer.state == "left"
 
 
-def deposit(server: Side, *parcels: Envelope, disk: bool = True) -> bytes:
+def deposit(server: Side, parcel: Envelope, *, disk: bool = True) -> bytes:
     """What the machine's door answers, over its real database."""
+    (answer,) = deposit_each(server, parcel, disk=disk)
+    return answer
 
-    async def run() -> bytes:
+
+def deposit_each(server: Side, *parcels: Envelope, disk: bool = True) -> list[bytes]:
+    """The answers to one envelope after the other."""
+
+    async def run() -> list[bytes]:
         database = Database(server.connection)
         if not disk:
             server.connection.execute("PRAGMA query_only = ON")
@@ -252,9 +258,10 @@ def deposit(server: Side, *parcels: Envelope, disk: bool = True) -> bytes:
             database, server.keyring, Clock(server.age_ms, 0), lambda _: None, lambda _: None
         )
         try:
-            return await arrivals.answer_deposit(
-                bodies.join_frames(parcel.frame.data for parcel in parcels)
-            )
+            return [
+                await arrivals.answer_deposit(bodies.join_frames([parcel.frame.data]))
+                for parcel in parcels
+            ]
         finally:
             await database.close()
 
@@ -275,15 +282,15 @@ def threaded(sides: tuple[Side, Side]) -> tuple[Side, Side]:
     return sides
 
 
-def test_nothing_is_signed_when_the_commit_failed(threaded: tuple[Side, Side]) -> None:
+def test_rule_1_nothing_is_signed_when_the_commit_failed(threaded: tuple[Side, Side]) -> None:
     """Rule 1: `stored` is signed only after the commit is on the disk."""
     laptop, server = threaded
     with pytest.raises(Unavailable):
         deposit(server, sealed(laptop, 1, b"one"), disk=False)
 
 
-def test_what_is_answered_stored_is_in_the_store(threaded: tuple[Side, Side]) -> None:
-    """Rule 1, and rule 4: the answer is by the pair key, about these very bytes."""
+def test_rule_1_what_is_answered_stored_is_in_the_store(threaded: tuple[Side, Side]) -> None:
+    """Rule 4 too: the answer is by the pair key, about these very bytes."""
     laptop, server = threaded
     key = server.keyring.pair_key(server.peer.salt).public
     parcel = sealed(laptop, 1, b"one")
@@ -291,10 +298,17 @@ def test_what_is_answered_stored_is_in_the_store(threaded: tuple[Side, Side]) ->
     assert parcel.digest in answer
 
 
-def test_nobody_known_and_a_changed_envelope_get_the_same_answer(
+def test_rule_2_the_same_envelope_again_gets_the_same_fact(threaded: tuple[Side, Side]) -> None:
+    laptop, server = threaded
+    one, two = sealed(laptop, 1, b"one"), sealed(laptop, 2, b"two")
+    first, again, _, once_more = deposit_each(server, one, one, two, one)
+    assert first == again == once_more
+
+
+def test_rule_8_nobody_known_and_a_changed_envelope_get_the_same_answer(
     threaded: tuple[Side, Side],
 ) -> None:
-    """Rule 8: a stranger and a changed envelope are answered alike, and may try again."""
+    """A stranger and a changed envelope are answered alike, and may try again."""
     laptop, server = threaded
     with pytest.raises(NoSuchQueue) as changed:
         deposit(server, with_byte_changed(sealed(laptop, 1, b"one")))

@@ -60,7 +60,7 @@ def test_a_number_is_not_given_when_its_commit_does_not_happen(side: Side) -> No
     assert side.send(b"one").number == 1
 
 
-def test_the_deadline_is_72_hours_of_age_whatever_the_wall_says(side: Side) -> None:
+def test_rule_7_the_deadline_is_72_hours_of_age_whatever_the_wall_says(side: Side) -> None:
     """Rule 7: no clock can lose mail."""
     side.wall_ms = 0
     row = side.send(b"one")

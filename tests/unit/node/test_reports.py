@@ -97,7 +97,7 @@ def held(side: Side) -> LetterRow:
     return side.letter(row.id)
 
 
-def test_a_state_that_lists_the_digest_ends_the_letter(sides: tuple[Side, Side]) -> None:
+def test_rule_5_a_state_that_lists_the_digest_ends_the_letter(sides: tuple[Side, Side]) -> None:
     """Rule 5: a letter ends by a state letter that covers it with the right digest."""
     row = held(sides[0])
     heard(sides[0], said(sides[0], streams=has(row)))
@@ -227,7 +227,7 @@ def test_voids_that_nobody_answers_are_repeated_8_times_at_most(sides: tuple[Sid
     assert count == 9
 
 
-def test_a_state_that_does_not_ask_is_not_answered(sides: tuple[Side, Side]) -> None:
+def test_rule_9_a_state_that_does_not_ask_is_not_answered(sides: tuple[Side, Side]) -> None:
     """Rule 9."""
     laptop = sides[0]
     laptop.change_peer(is_due=False)
@@ -243,7 +243,7 @@ def test_a_state_that_asks_is_answered_with_its_sequence(sides: tuple[Side, Side
     assert made(laptop).ask_seen == asking.sequence
 
 
-def test_two_machines_that_have_told_all_fall_silent(sides: tuple[Side, Side]) -> None:
+def test_rule_9_two_machines_that_have_told_all_fall_silent(sides: tuple[Side, Side]) -> None:
     """Rule 9, from pairing on: cards are announced, asked for and confirmed, and that is all."""
     laptop, server = sides
     for side in sides:
@@ -252,7 +252,7 @@ def test_two_machines_that_have_told_all_fall_silent(sides: tuple[Side, Side]) -
     assert talk(laptop, server) < 8
 
 
-def test_two_machines_fall_silent_by_relay_too(sides: tuple[Side, Side]) -> None:
+def test_rule_9_two_machines_fall_silent_by_relay_too(sides: tuple[Side, Side]) -> None:
     """Rule 9, and receipts get no receipts: a state letter is not confirmed by another one."""
     laptop, server = sides
     relay = Relay()

@@ -203,7 +203,7 @@ def test_a_refusal_of_one_letter_does_not_block_the_others(
 
 
 @pytest.mark.parametrize("refusal", [NoSuchQueue(), QueueFull(), ShuttingDown()])
-def test_a_refusal_that_may_pass_delays_all_and_ends_none(
+def test_rule_5_a_refusal_that_may_pass_delays_all_and_ends_none(
     scene: Scene, refusal: NoSuchQueue | QueueFull | ShuttingDown
 ) -> None:
     """Rules 5 and 8: no answer of a hop ends a letter; an unknown queue may come to be."""
@@ -282,7 +282,7 @@ def test_what_the_peer_itself_does_not_take_is_not_offered_in_a_loop(scene: Scen
     assert begun > scene.laptop.age_ms + S
 
 
-def test_a_letter_is_given_up_after_its_deadline_and_one_answered_round_with_one_notice(
+def test_rule_5_a_letter_is_given_up_after_its_deadline_and_one_answered_round_with_one_notice(
     scene: Scene,
 ) -> None:
     """Rule 5: a deadline counts after a full round that began after it."""
@@ -299,7 +299,9 @@ def test_a_letter_is_given_up_after_its_deadline_and_one_answered_round_with_one
     assert notices(scene.laptop, row.id) == 1
 
 
-def test_nobody_answering_gives_up_after_8_rounds_over_more_than_an_hour(scene: Scene) -> None:
+def test_rule_5_nobody_answering_gives_up_after_8_rounds_over_more_than_an_hour(
+    scene: Scene,
+) -> None:
     """Rule 5: a laptop may have slept for 72 hours; a relay may be gone for good."""
     row = scene.laptop.send(b"one")
     scene.pass_ms(DEADLINE)
