@@ -10,7 +10,7 @@ import aiohttp
 import structlog
 
 from agentmbx_node.arrivals import Arrivals
-from agentmbx_node.clock import Clock
+from agentmbx_node.clock import Clock, Now
 from agentmbx_node.errors import OperatingError
 from agentmbx_node.hops.http import HopRefused
 from agentmbx_node.hops.relay import Collected, RelayHop
@@ -82,7 +82,10 @@ class Collector:
         """Register and collect until the queue is retired, superseded or this is cancelled."""
         while True:
             row, senders = await self._database.read(
-                lambda connection: (QUEUE.get(connection, self._queue), _senders(connection))
+                lambda connection: (
+                    QUEUE.get(connection, self._queue),
+                    _senders(connection, self._clock.now()),
+                )
             )
             if row is None or row.state == "retired" or row.error == SUPERSEDED:
                 return
@@ -302,9 +305,13 @@ def _check_queue(state: QueueState, key: SigningKey) -> None:
         raise OperatingError("The relay speaks of another queue.", retry=True)
 
 
-def _senders(connection: sqlite3.Connection) -> list[bytes]:
+def _senders(connection: sqlite3.Connection, now: Now) -> list[bytes]:
     """The sorted pair keys of all peers that may deposit, those who are told bye too."""
-    rows = connection.execute("SELECT pair_key FROM peer ORDER BY pair_key LIMIT 256")
+    rows = connection.execute(
+        "SELECT pair_key FROM peer WHERE state != 'left' OR leave_age_ms > ?"
+        " ORDER BY pair_key LIMIT 256",
+        (now.age_ms,),
+    )
     return [row[0] for row in rows]
 
 

@@ -23,7 +23,10 @@ async def pin(session: aiohttp.ClientSession, line: RelayLine) -> bytes:
         info = await fetch_info(session, line.url)
     except OperatingError as error:
         raise Failure(
-            "unreachable", f"{line.url}: {error}", "`agentmbx relay probe URL` says more.", 4
+            "unreachable",
+            f"{line.url}: {error} Nothing was changed.",
+            "`agentmbx relay probe URL` says more.",
+            4,
         ) from error
     return key_from_text(str(info["relay_key"]))
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from agentmbx_node.errors import Failure
+from agentmbx_protocol.keys import SigningKey, key_text
 from node_process import pair, set_relay, wait_until_stored
 from relay_process import RelayProcess
 from two_machines import TwoMachines, eventually
@@ -206,3 +207,16 @@ def test_a_letter_that_was_never_tried_is_cancelled_for_good(scene: TwoMachines)
     (letter,) = scene.laptop.ask({"do": "sent", "id": untried["id"]})["letters"]
     assert letter["state"] == "cancelled"
     assert letter["events"][-1]["detail"] == "it never left this machine"
+
+
+def test_a_relay_that_is_not_there_is_unreachable_and_the_one_that_was_set_stays(
+    scene: TwoMachines,
+) -> None:
+    scene.set_relays()
+    nobody = f"http://127.0.0.1:1#{key_text(SigningKey.generate().public)}"
+    for line in (nobody, nobody.partition("#")[0]):
+        with pytest.raises(Failure) as told:
+            scene.laptop.ask({"do": "relay_set", "line": line})
+        assert (told.value.code, told.value.exit_code) == ("unreachable", 4)
+    (kept,) = scene.laptop.ask({"do": "relay_status"})["relays"]
+    assert (kept["state"], kept["error"]) == ("live", "")

@@ -5,9 +5,11 @@ import time
 from collections.abc import AsyncGenerator, Mapping
 from typing import Any, Final
 
+import msgspec
+
 from agentmbx_node import relays
 from agentmbx_node.errors import Failure
-from agentmbx_node.hops.relay import parse_relay_line
+from agentmbx_node.hops.relay import RelayLine, parse_relay_line
 from agentmbx_node.machine import RunningMachine
 from agentmbx_node.pairing import fingerprint
 from agentmbx_node.peers import paired
@@ -37,7 +39,7 @@ class RelayRequests:
             lambda connection: relays.add(connection, machine.keyring, line, relay_key)
         )
         await machine.parts_changed()
-        await self._wait_registered(row.id or 0)
+        await self._wait_registered(line, row.id or 0)
         await machine.write(lambda connection: relays.drain_others(connection, row.id or 0))
         await machine.renew_card()
         await machine.parts_changed()
@@ -50,7 +52,7 @@ class RelayRequests:
             "waiting": waiting,
         }
 
-    async def _wait_registered(self, number: int) -> None:
+    async def _wait_registered(self, line: RelayLine, number: int) -> None:
         machine = self._machine
         ends_s = time.monotonic() + REGISTER_S
         with machine.changes.watch() as watch:
@@ -63,6 +65,8 @@ class RelayRequests:
                     break
                 await watch.wait(left_s)
         await machine.write(lambda connection: relays.give_up(connection, number))
+        # Whether anybody is there at all decides what the user should look at.
+        await relays.pin(machine.session, msgspec.structs.replace(line, relay_key=None))
         text = row.error if row is not None and row.error else "it does not answer"
         raise Failure(
             "relay_refused",
