@@ -2,22 +2,32 @@
 
 import sqlite3
 from collections.abc import Callable, Collection, Sequence
+from typing import Protocol, TypeVar
 
 import structlog
 
 from agentmbx_node import inbox
 from agentmbx_node.clock import Clock
-from agentmbx_node.courier import Courier
 from agentmbx_node.inbox import Fate, Receipt
 from agentmbx_node.keyring import Keyring
-from agentmbx_node.store.database import Database, StoreFailed
+from agentmbx_node.store.database import Database, StoreFailed, Work
 from agentmbx_node.store.rows import PEER, Peer
 from agentmbx_protocol import bodies, custody, limits
 from agentmbx_protocol.custody import StoredFact
 from agentmbx_protocol.envelope import Envelope, parse_envelope
 from agentmbx_protocol.errors import Malformed, NoSuchQueue, Refusal, RelayFull, Unavailable
 
+T = TypeVar("T")
+
 log = structlog.get_logger("agentmbx.node")
+
+
+class Submits(Protocol):
+    """A courier, which may begin a round in the commit of a work that gives it something."""
+
+    async def submit(self, work: Work[T]) -> T:
+        """What `work` returns, durable."""
+        ...
 
 
 class Arrivals:
@@ -31,7 +41,7 @@ class Arrivals:
         database: Database,
         keyring: Keyring,
         clock: Clock,
-        courier_of: Callable[[bytes], Courier | None],
+        courier_of: Callable[[bytes], Submits | None],
         arrived: Callable[[Collection[Receipt]], None],
     ) -> None:
         self._database = database
